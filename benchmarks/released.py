@@ -67,7 +67,9 @@ TINY: dict[str, Any] = dict(
 """The values that `--tiny` has in place of a model's own, of the fields that it has, for a run on a CPU."""
 OF_QWEN = ("head_dim", *(name for name in TINY if name.startswith("linear_")))
 """Fields of `TINY` that Qwen's models have, too, where `MODELS` relies on their defaults."""
-EXPERTS = ("grouped_product", "segment_product", "grouped_swiglu")
+EXPERTS = (
+    "grouped_product", "segment_product", "grouped_swiglu", "grouped_product_fp8", "grouped_swiglu_fp8",
+)  # fmt: skip
 
 
 def fields_of(name: str, layers: int | None, *, tiny: bool = False) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lsm_jax import ops  # noqa: F401  (registers the backends)
 from lsm_jax.ops.backends.registry import Backend, backends_of
-from lsm_jax.ops.experts import grouped_product, grouped_swiglu  # noqa: F401
+from lsm_jax.ops.experts import grouped_product, grouped_swiglu, narrow  # noqa: F401
 from lsm_jax.ops.normalization import branches  # noqa: F401
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "kernels.md"
@@ -49,7 +49,7 @@ OPS = (
     "log_linear_memory", "mesa_memory", "momentum_memory", "slstm_memory", "attention", "path_attention",
     "block_attention", "native_sparse_attention",
     "short_convolution", "token_shift", "gated_rms_norm", "residual_norm", "residual_norm_forward", "token_mixes", "rwkv7_gates", "rwkv7_output",
-    "grouped_product", "grouped_swiglu", "segment_product",
+    "grouped_product", "grouped_swiglu", "grouped_product_fp8", "grouped_swiglu_fp8", "segment_product",
 )  # fmt: skip
 # The modules of kernels whose requirements depend on the arguments: by op and backend, (case, module).
 KERNELS = {

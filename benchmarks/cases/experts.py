@@ -1,11 +1,11 @@
 """Time a layer of experts, and a dense SwiGLU of the same active width.
 
-    python -m benchmarks experts [--tokens 16384] [--layers dense,grouped] [--leads 0,1,2]
+    python -m benchmarks experts [--tokens 16384] [--layers dense,grouped,fp8] [--leads 0,1,2]
 
 A row for each layer: milliseconds forward, and forward and backward, in bfloat16, and its speed as a fraction
-of the dense layer's. The layers are Linear-MoE's (64 experts of 896, 8 per token) grouped, the same with
-SwiGLU apart from the grouped products ("apart"), the same as a loop over all experts, and a dense SwiGLU of
-8 x 896. Inputs are random embeddings of text, which load the experts unevenly; rows without `largest_load`
+of the dense layer's. The layers are Linear-MoE's (64 experts of 896, 8 per token) grouped, the same with products
+of 8-bit floats ("fp8"), the same with SwiGLU apart from the grouped products ("apart"), the same as a loop over all
+experts, and a dense SwiGLU of 8 x 896. Inputs are random embeddings of text, which load the experts unevenly; rows without `largest_load`
 had random inputs. `--leads` are numbers of steps by which the first warpgroup of a grouped product begins before the second
 one (`pallas_kernels.grouped_product.pipeline.LEAD`); rows with another one than the kernels' have it as `lead`.
 """
@@ -40,6 +40,7 @@ BENCHMARK = Benchmark(
 LAYERS = {
     "dense": feedforward.SwiGLUConfig(intermediate_size=8 * 896),
     "grouped": feedforward.MoEConfig(),
+    "fp8": feedforward.MoEConfig(matmul="fp8"),
     "apart": feedforward.MoEConfig(),
     "loop": feedforward.MoEConfig(execution="dense"),
 }
@@ -87,7 +88,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         dict(layer=layer, tokens=args.tokens) | ({} if lead == pipeline.LEAD else {"lead": lead})
         for lead in args.leads
         for layer in args.layers
-        if lead == pipeline.LEAD or layer in ("grouped", "apart")
+        if lead == pipeline.LEAD or layer in ("grouped", "fp8", "apart")
     ]
 
 

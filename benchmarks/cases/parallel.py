@@ -46,6 +46,7 @@ from benchmarks.released import without_kernels
 from benchmarks.timing import alone, program_bytes, provenance
 from configs import linear_moe
 from lsm_jax import ops
+from lsm_jax.feedforward.moe import MATMUL
 from lsm_jax.ops.backends.registry import names_of_ops
 from lsm_jax.parallel import AXES, MeshConfig, make_mesh, token_sharding
 from lsm_jax.training import make_program
@@ -54,7 +55,7 @@ BENCHMARK = Benchmark(
     name="parallel",
     summary="training steps on one or several cards: layouts, mesh axes, long rows",
     key=("table", "variant", "mesh", "rows", "length"),
-    optional_key={"document": 0, "remat": "full", "without": ""},
+    optional_key={"document": 0, "remat": "full", "without": "", "experts_matmul": "default"},
     output="docs/linear_moe.jsonl",
 )
 
@@ -78,6 +79,7 @@ def config_of(row: Row, args: Any) -> Any:
             layer.feedforward.expert_buffer = args.buffer
         layer.feedforward.exchange = args.exchange
         layer.feedforward.execution = args.execution
+        layer.feedforward.matmul = args.experts_matmul
     config.model.remat, config.model.dtype = args.remat, args.dtype
     config = dataclasses.replace(config, mesh=mesh, batch_size=rows)
     config.data.sequence_length = length
@@ -169,6 +171,8 @@ def identify(table: str, row: Row, args: Any) -> dict[str, Any]:
         more["remat"] = args.remat
     if args.without:
         more["without"] = ",".join(args.without)
+    if args.experts_matmul != "default":
+        more["experts_matmul"] = args.experts_matmul
     return dict(table=table, variant=variant, mesh=axes, rows=count, length=length, **more)
 
 
@@ -416,6 +420,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--buffer", type=float, help="expert_buffer of the layers")
     parser.add_argument("--exchange", default="padded", help="exchange of the layers' tokens")
     parser.add_argument("--execution", default="grouped", help="execution of the experts")
+    parser.add_argument(
+        "--experts_matmul", choices=MATMUL, default="default", help="how the experts multiply"
+    )
     parser.add_argument(
         "--patience", type=float, default=600, help="seconds that compiling may take"
     )

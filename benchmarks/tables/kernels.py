@@ -457,6 +457,7 @@ TABLES = [
                 lambda row: {
                     "dense": "dense SwiGLU of the same active width",
                     "grouped": "64 experts, grouped products",
+                    "fp8": "64 experts, grouped products in FP8",
                     "apart": "64 experts, grouped products, SwiGLU apart",
                     "loop": "64 experts, a loop over experts",
                 }[row["layer"]],

@@ -15,6 +15,9 @@ def _mixer(row: Row) -> str:
     return "`" + row["variant"].split("mixer=")[1] + "`" + packed
 
 
+_CHANGED = {"remat", "without", "experts_matmul"}  # fields of rows for `large_steps` alone
+
+
 def _parallel_key(row: Row) -> tuple:
     mesh = json.dumps(row["mesh"])
     return (
@@ -26,6 +29,7 @@ def _parallel_key(row: Row) -> tuple:
         row.get("document"),
         row.get("remat"),
         row.get("without"),
+        row.get("experts_matmul"),
     )
 
 
@@ -76,7 +80,7 @@ def _layouts(name: str, cards: int, command: str) -> Table:
             row["table"] == "layouts"
             and row["mesh"].get("fsdp", 1) == cards
             and row["rows"] * row["length"] == 16_384 * cards
-            and not {"remat", "without"} & row.keys()
+            and not _CHANGED & row.keys()
         ),
         key=_parallel_key,
         lines=_by_mixer,
@@ -183,6 +187,7 @@ TABLES = [
             Column("rows x tokens", lambda row: f"{row['rows']} x {row['length']:,}"),
             Column("recomputed", lambda row: row.get("remat", "full")),
             Column("in XLA", lambda row: row.get("without", "")),
+            Column("experts' products", lambda row: row.get("experts_matmul", "")),
             Column("10³ tokens/s", _thousands),
             column("ms", "step_ms", "{:.0f}"),
             column("GiB", "gib", "{:.1f}"),
@@ -193,7 +198,7 @@ TABLES = [
         ),
         key=_parallel_key,
         not_run="measures GPUs; docs/papers/linear_moe.md runs the program at small sizes on a CPU",
-        command=f"{PARALLEL} --cards 1 --mixers gla --layouts 2048x32 {OUTPUT}     # and with --remat=dots",
+        command=f"{PARALLEL} --cards 1 --mixers gla --layouts 2048x32 {OUTPUT}     # and with --remat=dots, also with --experts_matmul fp8",
     ),
     Table(
         "axes",
@@ -209,7 +214,7 @@ TABLES = [
             column("GiB per card", "gib", "{:.1f}"),
             measured(),
         ),
-        where=lambda row: row["table"] == "axes" and not {"remat", "without"} & row.keys(),
+        where=lambda row: row["table"] == "axes" and not _CHANGED & row.keys(),
         key=_parallel_key,
         lines=lambda rows: sorted(rows, key=lambda row: next((n for n in row["mesh"].values()), 1)),
         not_run="measures GPUs; docs/papers/linear_moe.md runs the program at small sizes on a CPU",
@@ -229,7 +234,7 @@ TABLES = [
             Column("speed per card / one card", _share_of_one_card),
             Column("date, commit", lambda record: measured().cell(record[0])),
         ),
-        where=lambda row: row["table"] == "lengths" and not {"remat", "without"} & row.keys(),
+        where=lambda row: row["table"] == "lengths" and not _CHANGED & row.keys(),
         key=_parallel_key,
         lines=_cut_rows,
         not_run="measures GPUs; docs/papers/linear_moe.md runs the program at small sizes on a CPU",

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     op = parser.parse_args(arguments).op
     from lsm_jax import ops  # noqa: F401  (registers the backends)
     from lsm_jax.ops.backends.registry import names_of_ops
-    from lsm_jax.ops.experts import grouped_product, grouped_swiglu  # noqa: F401
+    from lsm_jax.ops.experts import grouped_product, grouped_swiglu, narrow  # noqa: F401
 
     known = names_of_ops()
     if op is not None and op not in known:

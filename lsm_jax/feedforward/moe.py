@@ -32,6 +32,7 @@ from lsm_jax.parallel import EXCHANGES, shards_of
 
 EXECUTIONS = ("grouped", "dense")
 ACTIVATIONS = ("swiglu", "relu2")
+MATMUL = ("default", "fp8")
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -68,7 +69,9 @@ class MoEConfig:
             devices is always enough, and training doubles the buffer up to it if tokens do not fit.
         exchange: how tokens are sent: "padded" sends full buffers, on all platforms; "ragged" sends only the
             tokens, on GPUs and TPUs.
-        matmul: how the experts multiply: "default", in the dtype of activations. There is no "fp8" (docs/decisions.md).
+        matmul: how the experts multiply: "default", in the dtype of activations, or "fp8" in the grouped form
+            (`lsm_jax.ops.experts.narrow`), which is for Hopper's kernel; elsewhere it has the same values and is slow. Evaluation and
+            sampling do not use it, and `model.matmul` does not change it.
     """
 
     num_experts: int = 64
@@ -117,11 +120,15 @@ class MoEConfig:
         self._check_groups()
         checks.one_of(self, "execution", self.execution, EXECUTIONS)
         checks.one_of(self, "exchange", self.exchange, EXCHANGES)
-        if self.matmul != "default":
+        checks.one_of(self, "matmul", self.matmul, MATMUL)
+        if self.matmul == "fp8" and self.execution != "grouped":
             raise ValueError(
-                f"MoEConfig.matmul={self.matmul!r}: accepted is 'default', in the dtype of activations. Products of groups of rows have no "
-                "form in FP8; model.matmul='fp8' is for dense layers, the shared expert among them"
+                f"MoEConfig.matmul='fp8' with execution={self.execution!r}: accepted is execution='grouped', or matmul='default'"
             )
+
+    def for_inference(self) -> MoEConfig:
+        """Return the config of the same experts in evaluation and sampling, which use no FP8."""
+        return dataclasses.replace(self, matmul="default")
 
     def _check_groups(self) -> None:
         checks.divides(self, "num_groups", self.num_groups, "num_experts", self.num_experts)

@@ -11,6 +11,7 @@ weight float32 [B, T, k]; gate_proj (None for experts without a gate) and up_pro
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from lsm_jax.mixers.layers import matmul_precision, project, recomputed
 from lsm_jax.ops.core.saved import saved
 from lsm_jax.ops.experts.grouped_product import grouped_product, row_multiple
 from lsm_jax.ops.experts.grouped_swiglu import grouped_swiglu, weighted_swiglu
+from lsm_jax.ops.experts.narrow import grouped_product_fp8, grouped_swiglu_fp8
 from lsm_jax.parallel import (
     alone,
     mesh_axes,
@@ -121,7 +123,7 @@ def _grouped(global_batch, config, x, chosen, weight, up_proj, down_proj, gate_p
         if experts_sharded:  # every device has all rows, and computes the results of its experts
             expert = expert - num_local * place_on("expert")
             expert = jnp.where((expert < 0) | (expert >= num_local), num_local, expert)
-        y = _by_local_experts(x, expert, weight, kernels)
+        y = _by_local_experts(x, expert, weight, kernels, config.matmul)
     if up_proj.shape[-1] < config.expert_size:
         y = sum_over("mlp", y)
     if experts_sharded and not rows_sharded:
@@ -129,17 +131,17 @@ def _grouped(global_batch, config, x, chosen, weight, up_proj, down_proj, gate_p
     return y.astype(x.dtype), overflow
 
 
-def _by_local_experts(x, expert, weight, kernels):
+def _by_local_experts(x, expert, weight, kernels, matmul):
     """Return what the experts of this device add to the output y [B, T, D] of a mixture of experts, in float32;
     `expert` is int32 [B T k], the chosen experts, or E for experts of other devices.
     """
-    if expert.size <= kernels[1].shape[0]:
+    if expert.size <= kernels[1].shape[0] and matmul == "default":
         return _by_copied_matrices(x, expert, weight, kernels)
     top_k, block = weight.shape[-1], row_multiple(x)
     place, source, sizes = map(saved, places_by_expert(expert, kernels[1].shape[0], block))
     rows = rows_of_tokens(top_k, x.reshape(-1, x.shape[-1]), source, place)
     row_weight = permute(weight.reshape(-1, 1), source, place)
-    y = _experts(rows, sizes, block, row_weight, *kernels)
+    y = _experts(matmul, rows, sizes, block, row_weight, *kernels)
     return sum_by_token(top_k, y, source, place).reshape(x.shape)
 
 
@@ -197,7 +199,8 @@ def _by_exchange(config, x, expert, weight, kernels):
     )
     block = row_multiple(x)
     local_place, local_source, sizes = places_by_expert(ids, num_local, block)
-    y = _experts(permute(received, local_source, local_place), sizes, block, None, *kernels)
+    local_rows = permute(received, local_source, local_place)
+    y = _experts(config.matmul, local_rows, sizes, block, None, *kernels)
     row_weight = permute(weight.reshape(-1, 1), source, place)
     y = row_weight * send_back(permute(y, local_place, local_source))
     overflow = jnp.sum(
@@ -206,13 +209,13 @@ def _by_exchange(config, x, expert, weight, kernels):
     return sum_by_token(top_k, y, source, place).reshape(x.shape), overflow
 
 
-def _experts(rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
+def _experts(matmul, rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
     """Return the outputs [M, D] of the experts, SwiGLU layers or without a gate, for `rows` [M, D] sorted by expert;
     they are multiplied by `row_weight` [M, 1] unless it is None.
 
     The rows are in the order of `places_by_expert`, which also returns `sizes` [E], the number of places of
     each expert; results after the last expert's rows are undefined. The experts' inner width is padded to a
-    multiple of `block`.
+    multiple of `block`. With `matmul="fp8"` products are of 8-bit floats, whose scales are those of this device's rows and experts.
     """
     into = [up_proj] if gate_proj is None else [gate_proj, up_proj]
     if padding := -up_proj.shape[-1] % block:
@@ -220,12 +223,18 @@ def _experts(rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
         down_proj = jnp.pad(down_proj, ((0, 0), (0, padding), (0, 0)))
     joined = jnp.concatenate(into, axis=-1)
     # Casts to 16 bits are half as large as what the backward pass would cast again, but not shared by devices.
-    if rows.dtype.itemsize < 4 and not _gathered_parameters():
+    # In FP8 the 8-bit matrices are saved instead.
+    saves, narrow = not _gathered_parameters(), matmul == "fp8"
+    if rows.dtype.itemsize < 4 and saves and not narrow:
         joined, down_proj = saved(joined), saved(down_proj)
+    swiglu, product = grouped_swiglu, grouped_product
+    if narrow:
+        swiglu = functools.partial(grouped_swiglu_fp8, save_matrices=saves)
+        product = functools.partial(grouped_product_fp8, save_matrices=saves)
     if gate_proj is not None:
-        return grouped_swiglu(rows, joined, down_proj, sizes, row_weight, multiple=block)
-    inner = _weighted_relu2(saved(grouped_product(rows, joined, sizes, multiple=block)), row_weight)
-    return grouped_product(inner, down_proj, sizes, multiple=block)
+        return swiglu(rows, joined, down_proj, sizes, row_weight, multiple=block)
+    inner = _weighted_relu2(saved(product(rows, joined, sizes, multiple=block)), row_weight)
+    return product(inner, down_proj, sizes, multiple=block)
 
 
 def _gathered_parameters() -> bool:

@@ -16,11 +16,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lsm_jax.mixers.layers import Dense
+from lsm_jax.ops.core.narrow import BACKWARD, FORWARD, quantize
 from lsm_jax.ops.normalization.gated_product import Product
 
 Scaled = tuple[jax.Array, jax.Array]  # 8-bit floats and what multiplies them, a float32 scalar
 
-FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Smaller products do not gain from FP8, and tensor cores require multiples of 16.
 LEAST_SIZE, MULTIPLE = 128, 16
 
@@ -29,7 +29,8 @@ def use_fp8(module: nnx.Module) -> list[str]:
     """Let the dense layers of a module multiply in FP8, and return their paths.
 
     Layers with fewer than 128 inputs or outputs, or whose inputs or outputs are not a multiple of 16, are not changed;
-    nor are adapters, and products that are not dense layers: those of memories, attention, convolutions and experts.
+    nor are adapters, and products that are not dense layers: those of memories, attention, convolutions and experts (these
+    have an option of their own, `MoEConfig.matmul`).
     """
     changed = []
     for path, layer in nnx.iter_graph(module):
@@ -57,19 +58,6 @@ def project(
     # The kernel is cast as by the other products, so that unrolled layers cast its stack once, in 16 bits.
     y = _product(x, kernel.astype(x.dtype)).astype(x.dtype if dtype is None else dtype)
     return y if bias is None else y + bias.astype(y.dtype)
-
-
-def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Return x divided by a scale, in the 8-bit float `dtype`, and the scale, a float32 scalar: the smallest power of two with which no
-    number of x exceeds the largest of `dtype`. The scale of zeros is 1; if a number is not finite, the scale is not."""
-    largest = float(jnp.finfo(dtype).max)
-    most = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    mantissa, exponent = jnp.frexp(most / largest)  # the mantissa is at least 0.5 and less than 1
-    exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
-    # Not below the smallest number that is not subnormal, which processors may take for 0.
-    scale = jnp.maximum(jnp.ldexp(jnp.float32(1), exponent), jnp.finfo(jnp.float32).tiny)
-    scale = jnp.where(jnp.isfinite(most), jnp.where(most == 0, 1.0, scale), most)
-    return (x.astype(jnp.float32) / scale).astype(dtype), scale
 
 
 @jax.custom_vjp

@@ -143,19 +143,20 @@ class ModelConfig:
 
     def for_inference(self) -> ModelConfig:
         """Return the config of the model that is evaluated and that generates text: this config, except where
-        a mixer is trained in another form, and without FP8.
+        a mixer or a feedforward is trained in another form, and without FP8.
 
-        Such a mixer's config has a method `for_inference`, as LoLCATs' first stage does. The parameters are
-        the same.
+        The config of such a part has a method `for_inference`, as LoLCATs' first stage and experts have. The
+        parameters are the same.
         """
-        config = self._with_mixers(
-            {
-                letter: layer.mixer.for_inference()
-                for letter, layer in self.layers.items()
-                if hasattr(layer.mixer, "for_inference")
-            }
-        )
-        return dataclasses.replace(config, matmul="default", head_matmul="default")
+
+        def of(part: Any) -> Any:
+            return part.for_inference() if hasattr(part, "for_inference") else part
+
+        layers = {
+            n: dataclasses.replace(layer, mixer=of(layer.mixer), feedforward=of(layer.feedforward))
+            for n, layer in self.layers.items()
+        }
+        return dataclasses.replace(self, layers=layers, matmul="default", head_matmul="default")
 
     def teacher(self) -> ModelConfig | None:
         """Return the config of the model whose outputs this model learns in attention transfer, the first

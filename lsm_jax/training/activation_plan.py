@@ -149,9 +149,11 @@ def _cast_stacks(config: TrainConfig, model: Decoder) -> int:
 
 
 def _casts_not_saved(config: TrainConfig, block: Any, sizes: dict[str, int]) -> int:
-    """Return how many bytes of the 16-bit copies of experts' matrices, which one device alone saves where products are saved, each device of
+    """Return how many bytes of the 16-bit copies of experts' matrices (8-bit in FP8), which one device alone saves where products are saved, each device of
     a mesh with these sizes of its axes does not save: all if devices gather the matrices, else those of other devices' experts."""
     experts, item = block.feedforward, jnp.dtype(config.model.dtype).itemsize
+    if isinstance(experts, MoE) and experts.config.matmul == "fp8":
+        item = 1
     if config.model.remat not in SAVES_PRODUCTS or item >= 4 or not isinstance(experts, MoE):
         return 0
     if experts.config.execution != "grouped":

@@ -36,6 +36,7 @@ def grouped_product(
     count: Int[Array, " 1"],
     *parts: Int[Array, " V"],
     transposed: bool = False,
+    scale: Float[Array, " 1"] | None = None,
     implementation: str = "mosaic_gpu",
     interpret: Any = None,
 ) -> Float[Array, "N F"]:
@@ -53,6 +54,8 @@ def grouped_product(
         parts: two arrays int32 [V] that divide the rows into V parts, of one or two consecutive blocks of 64
             rows each: the index of each part's first block, and the index of its last block + 1.
         transposed: whether `kernels` contains the transposes [F, D] of the matrices.
+        scale: float32 [1], multiplies the products; for x in float8_e4m3fn or float8_e5m2 and `kernels` in one of them, with `transposed`
+            and D a multiple of 128. None is 1, for bfloat16.
         implementation: "mosaic_gpu" (Hopper).
         interpret: parameters of the interpreter, see `compat.gpu_interpreter`.
 
@@ -63,9 +66,8 @@ def grouped_product(
         ValueError: `implementation` is not the name of a backend of `grouped_product`.
     """
     backend = _backend("grouped_product", implementation)
-    return backend.product(
-        x, kernels, groups, count, *parts, transposed=transposed, interpret=interpret
-    )
+    options = dict(transposed=transposed, scale=scale, interpret=interpret)
+    return backend.product(x, kernels, groups, count, *parts, **options)
 
 
 def grouped_sums(
@@ -106,9 +108,10 @@ def gated_product(
     row_weight: Float[Array, " N"] | None = None,
     *,
     with_products: bool = True,
+    scale: Float[Array, " 1"] | None = None,
     implementation: str = "mosaic_gpu",
     interpret: Any = None,
-) -> tuple[Float[Array, "N F"], Float[Array, "N 2*F"] | None]:
+) -> tuple[Float[Array, ...] | None, ...]:
     """Multiply each block of rows of x by the gate matrix G and the up matrix U of its group, and return the inner values
     `w silu(x G) ⊙ x U` of SwiGLU (arXiv 2002.05202).
 
@@ -119,18 +122,20 @@ def gated_product(
         count: int32 [1]; the first `count` blocks are computed.
         row_weight: float32 [N], the weight w of each row; None is 1.
         with_products: whether the products are returned.
+        scale: float32 [1], multiplies the products of x and `kernels` in 8-bit floats, where `kernels` are [E, 2 F, D] and D is a multiple
+            of 128; None is 1, for bfloat16.
         implementation: "mosaic_gpu" (Hopper).
         interpret: parameters of the interpreter, see `compat.gpu_interpreter`.
 
     Returns:
-        bfloat16 [N, F], the inner values; and bfloat16 [N, 2 F], the products x G and x U, or None. The rows of blocks that
-        are not computed are undefined.
+        bfloat16 [N, F], the inner values; and bfloat16 [N, 2 F], the products x G and x U, or None. With `scale` also float32
+        [F / 128, N], the largest absolute inner values of each row in 128 columns. The rows of blocks that are not computed are undefined.
 
     Raises:
         ValueError: `implementation` is not the name of a backend.
     """
     _backend("gated_product", implementation)
-    options = dict(with_products=with_products, interpret=interpret)
+    options = dict(with_products=with_products, scale=scale, interpret=interpret)
     return gated.gated_product(x, kernels, groups, count, row_weight, **options)
 
 
@@ -142,9 +147,10 @@ def gated_gradients(
     products: Float[Array, "N 2*F"],
     row_weight: Float[Array, " N"] | None = None,
     *,
+    scale: Float[Array, " 1"] | None = None,
     implementation: str = "mosaic_gpu",
     interpret: Any = None,
-) -> tuple[Float[Array, "N F"], Float[Array, "N 2*F"], Float[Array, "P N"] | None]:
+) -> tuple[Float[Array, ...] | None, ...]:
     """Return the gradients of what `gated_product` computes, from the gradient dy of its inner values' product with the down
     matrix of each group.
 
@@ -155,19 +161,22 @@ def gated_gradients(
         count: int32 [1]; the first `count` blocks are computed.
         products: bfloat16 [N, 2 F], the products that `gated_product` returned.
         row_weight: float32 [N], the weight of each row; None is 1.
+        scale: float32 [1], multiplies the product of dy and `down` in 8-bit floats, where D is a multiple of 128; None is 1, for bfloat16.
         implementation: "mosaic_gpu" (Hopper).
         interpret: parameters of the interpreter, see `compat.gpu_interpreter`.
 
     Returns:
         bfloat16 [N, F], the inner values again; bfloat16 [N, 2 F], the gradient of the products; and float32 [F / 128, N],
-        the gradient of `row_weight` in parts that are to be added, or None. The rows of blocks that are not computed are
+        the gradient of `row_weight` in parts that are to be added, or None. With `scale` also float32 [F / 128, N], the largest
+        absolute gradients of the products of each row in 128 columns of gate and up. The rows of blocks that are not computed are
         undefined.
 
     Raises:
         ValueError: `implementation` is not the name of a backend.
     """
     _backend("gated_gradients", implementation)
-    return gated.gated_gradients(dy, down, groups, count, products, row_weight, interpret=interpret)
+    options = dict(scale=scale, interpret=interpret)
+    return gated.gated_gradients(dy, down, groups, count, products, row_weight, **options)
 
 
 def _backend(op: str, implementation: str) -> Any:

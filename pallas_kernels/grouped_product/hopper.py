@@ -22,6 +22,7 @@ from pallas_kernels.grouped_product.pipeline import (
     SLOTS,
     Loop,
     Tile,
+    depth_of,
     store_columns,
 )
 from pallas_kernels.hopper import warpgroups as wg
@@ -63,12 +64,14 @@ def product(
     count: jax.Array,
     *parts: jax.Array,
     transposed: bool = False,
+    scale: jax.Array | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """Return the products [N, F] of each block of rows of x with the matrix of its group; the arguments are
     those of `api.grouped_product`.
     """
     rows, depth = x.shape
+    step = depth_of(x)
     size = kernels.shape[1 if transposed else 2]
     across = width(size)
     tiles = size // across
@@ -77,6 +80,8 @@ def product(
         plgpu.wgmma(totals[0], a.at[half], b.transpose((1, 0)) if transposed else b)
 
     def kernel(refs, smem):
+        factor = None if scale is None else refs["scale"][0]
+
         def tile(index) -> Tile:
             block, column = lax.div(index, tiles), lax.rem(index, tiles)
             columns = pl.ds(column * across, across)
@@ -93,23 +98,26 @@ def product(
                 begin = low * HALF
 
             def operands(k):
-                at = pl.ds(k * DEPTH, DEPTH)
+                at = pl.ds(k * step, step)
                 right = matrix.at[columns, at] if transposed else matrix.at[at, columns]
                 return refs["x"].at[pl.ds(begin, ROWS), at], right
 
             def store(group, totals, _):
                 out = refs["out"].at[pl.ds(begin + group * HALF, HALF), columns]
+                totals = totals if factor is None else [total * factor for total in totals]
                 _store(totals, out, smem["out"].at[group], computes and computes(group))
 
-            return Tile(depth // DEPTH, operands, store)
+            return Tile(depth // step, operands, store)
 
         loop.run(tile, refs["count"][0] * tiles, smem)
 
-    right = (across, DEPTH) if transposed else (DEPTH, across)
-    loop = Loop(multiply, ((ROWS, DEPTH), right), (across,))
+    right = (across, step) if transposed else (step, across)
+    loop = Loop(multiply, ((ROWS, step), right), (across,), (x.dtype, kernels.dtype))
     first, last = parts or (None, None)
-    inputs = dict(groups=groups, count=count, first=first, last=last, x=x, kernels=kernels)
-    return _launch(kernel, loop, inputs, (rows, size), x.dtype, interpret)
+    inputs = dict(groups=groups, count=count, first=first, last=last)
+    inputs |= dict(scale=scale, x=x, kernels=kernels)
+    dtype = x.dtype if scale is None else jnp.bfloat16
+    return _launch(kernel, loop, inputs, (rows, size), dtype, interpret)
 
 
 def sums(
@@ -146,7 +154,7 @@ def sums(
 
         loop.run(tile, total * tiles * down, smem)
 
-    loop = Loop(multiply, ((DEPTH, ROWS), (DEPTH, across)), (across,))
+    loop = Loop(multiply, ((DEPTH, ROWS), (DEPTH, across)), (across,), (x.dtype, dy.dtype))
     inputs = dict(order=_longest_first(blocks), starts=starts, blocks=blocks, x=x, dy=dy)
     return _launch(kernel, loop, inputs, (total, depth, size), x.dtype, interpret)
 
@@ -177,7 +185,7 @@ def _launch(kernel, loop: Loop, inputs, shape: tuple[int, ...], dtype: Any, inte
         outputs=dict(out=jax.ShapeDtypeStruct(shape, dtype)),
         grid=dict(processor=PROCESSORS),
         num_threads=3,
-        scratch=loop.scratch(dtype) | dict(out=out),
+        scratch=loop.scratch() | dict(out=out),
         approx_math=False,
         name="grouped_product" if len(shape) == 2 else "grouped_sums",
         interpret=interpret,

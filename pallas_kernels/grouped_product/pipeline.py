@@ -21,18 +21,23 @@ from pallas_kernels.hopper import warpgroups as wg
 ROWS = 128
 """Rows of an output tile."""
 HALF = 64  # rows of a warpgroup
-DEPTH = 64  # size of the summed axis in one step
+DEPTH = 64  # size of the summed axis in one step, of 16-bit numbers
 STAGES = 4  # steps whose operands are being loaded or are in use
 LEAD = 1
 """Steps by which the first warpgroup begins before the second one; less than the number of stages."""
 SLOTS = 2  # buffers of a warpgroup for 64 columns of the output
 
 
+def depth_of(x: Any) -> int:
+    """Return the size of the summed axis in one step for operands of x's dtype: 128 bytes of it."""
+    return 2 * DEPTH // jnp.dtype(x.dtype).itemsize
+
+
 class Tile(NamedTuple):
     """One tile of a kernel's output, 128 rows of a sum of matrix products over steps.
 
     Attributes:
-        steps: the number of steps of the sum, each over 64 rows or columns of the operands.
+        steps: the number of steps of the sum, each over `depth_of` rows or columns of the operands.
         operands: `operands(step)` returns references to the operands of a step in global memory, one for each of the
             kernel's operand buffers.
         store: called by each warpgroup with its index, the sums of its 64 rows, one for each accumulator, in float32, and
@@ -54,18 +59,22 @@ class Loop(NamedTuple):
             in shared memory, for the rows `half` of the tile.
         blocks: the shapes of a step's operands.
         widths: the number of columns of each accumulator.
+        dtypes: the dtypes of a step's operands.
     """
 
     multiply: Callable[..., None]
     blocks: tuple[tuple[int, int], ...]
     widths: tuple[int, ...]
+    dtypes: tuple[Any, ...]
 
-    def scratch(self, dtype: Any) -> dict[str, Any]:
+    def scratch(self) -> dict[str, Any]:
         """Return the types of the buffers and barriers in shared memory that `run` requires, by name."""
         smem: Any = plgpu.SMEM
         operands = {
-            f"operand {i}": smem((STAGES, *shape), dtype=dtype, transforms=wg.TILED)
-            for i, shape in enumerate(self.blocks)
+            f"operand {i}": smem(
+                (STAGES, *shape), dtype=dtype, transforms=wg.smem_transforms(dtype)
+            )
+            for i, (shape, dtype) in enumerate(zip(self.blocks, self.dtypes, strict=True))
         }
         return operands | dict(
             loaded=plgpu.Barrier(num_arrivals=len(self.blocks), num_barriers=STAGES),

@@ -10,7 +10,8 @@ from jax import lax
 from pallas_kernels.compat import pl, plgpu
 
 LAYOUT = plgpu.Layout.WGMMA
-# Transforms of tiles in shared memory: of 16-bit and of 32-bit numbers.
+# Transforms of tiles in shared memory: of 8-bit, 16-bit and 32-bit numbers.
+TILED_NARROW = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 TILED_WIDE = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 NEVER = -1e30  # its exponential is 0
@@ -18,7 +19,7 @@ NEVER = -1e30  # its exponential is 0
 
 def smem_transforms(dtype):
     """Return the transforms (tiling and swizzle) that a tile of numbers of `dtype` has in shared memory, as matrix products require them."""
-    return TILED_WIDE if jnp.dtype(dtype).itemsize == 4 else TILED
+    return {1: TILED_NARROW, 4: TILED_WIDE}.get(jnp.dtype(dtype).itemsize, TILED)
 
 
 def load_rows(ref):

@@ -300,18 +300,13 @@ def test_losses_of_equal_logits():
         (dict(weight_scale=0.0), "weight_scale=0.0: it must be greater than 0"),
         (dict(execution="sparse"), "execution='sparse': accepted are 'grouped', 'dense'"),
         (dict(top_k=2.5), "top_k=2.5: it must be an integer"),
+        (dict(matmul="fp16"), "matmul='fp16': accepted are 'default', 'fp8'"),
+        (dict(matmul="fp8", execution="dense"), "matmul='fp8' with execution='dense': accepted is execution='grouped'"),
     ],
 )  # fmt: skip
 def test_wrong_fields_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         made(**fields)
-
-
-def test_experts_in_fp8_are_refused():
-    with pytest.raises(
-        ValueError, match="MoEConfig.matmul='fp8': accepted is 'default'.*no form in FP8"
-    ):
-        made(matmul="fp8")
 
 
 def test_floating_point_operations():

@@ -88,7 +88,9 @@ ON_TPU = [
 # Grouped products: the kernel, and the names of its inputs in `_SHAPES`.
 _SHAPES: dict[str, tuple[int, ...]] = dict(
     x=(8192, 1024), inner=(8192, 896), pair=(8192, 1792), up=(8, 1024, 1792), down=(8, 896, 1024), groups=(64,), count=(1,),
-    starts=(8,), blocks=(8,), weight=(8192,),
+    starts=(8,), blocks=(8,), weight=(8192,), scale=(1,),
+    e4m3_x=(8192, 1024), e4m3_inner=(8192, 896), e5m2_dy=(8192, 1024), e5m2_pair=(8192, 1792),
+    e4m3_up=(8, 1024, 1792), e4m3_up_T=(8, 1792, 1024), e4m3_down=(8, 896, 1024), e4m3_down_T=(8, 1024, 896),
 )  # fmt: skip
 _TRANSPOSED = functools.partial(hopper.product, transposed=True)
 GROUPED = {
@@ -97,6 +99,11 @@ GROUPED = {
     "sums": (hopper.sums, "x pair starts blocks"),
     "gated": (gated.gated_product, "x up groups count weight"),
     "gradients": (gated.gated_gradients, "x down groups count pair weight"),
+    # Products of 8-bit floats, whose last argument is a scale.
+    "product in fp8": (_TRANSPOSED, "e4m3_inner e4m3_down_T groups count scale"),
+    "transposed in fp8": (_TRANSPOSED, "e5m2_pair e4m3_up groups count scale"),
+    "gated in fp8": (gated.gated_product, "e4m3_x e4m3_up_T groups count weight scale"),
+    "gradients in fp8": (gated.gated_gradients, "e5m2_dy e4m3_down groups count pair weight scale"),
 }
 
 
@@ -224,7 +231,7 @@ def late_writes(sass: str) -> list[tuple[str, str]]:
         arguments = [x.strip() for x in text.split(",")]
         if name.startswith("WARPGROUP.DEPBAR"):
             reading = {}
-        elif name.startswith("HGMMA"):
+        elif name.startswith(("HGMMA", "QGMMA")):
             if left := re.match(r"R(\d+)", arguments[1]):
                 reading |= {int(left[1]) + n: text for n in range(4)}
         elif (target := re.match(r"R(\d+)", arguments[0])) and not name.startswith("BAR"):
@@ -381,14 +388,18 @@ def test_grouped_products_compile_for_an_h200_and_spill_nothing(name, capfd, mon
     sharding = SingleDeviceSharding(device)
     kernel, shapes = GROUPED[name]
     integers = "groups", "count", "starts", "blocks"
-    dtypes = dict.fromkeys(integers, jnp.int32) | dict(weight=jnp.float32)
-    inputs = [
-        jax.ShapeDtypeStruct(_SHAPES[x], dtypes.get(x, jnp.bfloat16), sharding=sharding) for x in shapes.split()
-    ]  # fmt: skip
-    jax.jit(kernel).trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
+    dtypes = dict.fromkeys(integers, jnp.int32) | dict(weight=jnp.float32, scale=jnp.float32)
+    narrow = dict(e4m3=jnp.float8_e4m3fn, e5m2=jnp.float8_e5m2)
+    inputs = {
+        x: jax.ShapeDtypeStruct(_SHAPES[x], narrow.get(x[:4]) or dtypes.get(x, jnp.bfloat16), sharding=sharding) for x in shapes.split()
+    }  # fmt: skip
+    options = {x: inputs.pop(x) for x in ("scale",) if x in inputs}
+    run = jax.jit(lambda arrays, options: kernel(*arrays, **options))
+    run.trace([*inputs.values()], options).lower(lowering_platforms=("cuda",)).compile()
     output = "".join(capfd.readouterr())
     assert re.findall(r"frame, (\d+) bytes spill stores", output) == ["0"]
     assert re.search(r"DEPBAR.LE gsb0, 0x[12]", output)  # one or two products in a step
+    assert output.count("QGMMA" if options else "HGMMA") > 0
     assert not late_writes(output)
 
 

@@ -61,7 +61,8 @@ def gradient(moe, x, ids):
 
 def compare(axes: dict[str, int], route: str, **fields) -> None:
     """Assert that the values, statistics and gradients of a mixture of experts on the mesh equal those on
-    one device.
+    one device. In FP8 they are compared with those of unrounded numbers, within the steps of 8-bit floats, since
+    devices have scales of their own, and rows that were sent are weighted behind the experts.
     """
     x = np.abs(jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH)))
     ids = np.ones((ROWS, LENGTH), np.int32)
@@ -80,6 +81,10 @@ def compare(axes: dict[str, int], route: str, **fields) -> None:
         (value, aux), grads = gradient(made(route, **fields), *placed)
     assert int(aux.pop("moe/overflow_count")) == 0
     for a, b in zip(jax.tree.leaves(((value, aux), grads)), jax.tree.leaves(expected), strict=True):
+        if fields.get("matmul") == "fp8":
+            error, most = np.linalg.norm(np.subtract(a, b)), 0.2 * np.linalg.norm(b)
+            assert error <= most, (axes, route, np.shape(a), error, most)
+            continue
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=f"{axes} {route}")
     print(axes, route, "ok", flush=True)
 
@@ -105,6 +110,8 @@ def main(which: str) -> None:
     if which == "fast":
         compare(dict(data=1, expert=2, tensor=2), "random")
         compare(dict(data=1, expert=4), "one expert", expert_buffer=4.0)
+        for route in ("random", "few rows"):
+            compare(dict(data=1, expert=2, tensor=2), route, matmul="fp8", expert_buffer=4.0)
         overflows()
         return
     for route in ROUTES:

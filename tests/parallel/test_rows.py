@@ -10,7 +10,7 @@ from benchmarks.cases import parallel
 
 ARGS = dict(
     size="tiny", mixers=["gla", "softmax"], pattern="", layouts=["2048x8", "16384x1"], axes=["fsdp", "expert"],
-    length=2048, tokens=64, longest=[96], counts=[], rounds=[],
+    length=2048, tokens=64, longest=[96], counts=[], rounds=[], experts_matmul="default",
 )  # fmt: skip
 
 

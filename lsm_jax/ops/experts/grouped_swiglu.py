@@ -66,7 +66,7 @@ def grouped_swiglu(
         raise ValueError(
             f"{op}: x has {len(x)} rows; accepted are multiples of multiple={multiple}"
         )
-    _check(op, x, gate_up, down, row_weight)
+    check_shapes(op, x, gate_up, down, row_weight)
     # `down` has the name by which the requirements of grouped products know it.
     arguments = dict(x=x, gate_up=gate_up, kernels=down, sizes=sizes, row_weight=row_weight)
     selection = select(Call(op, Options(multiple), arguments, implementation))
@@ -76,7 +76,8 @@ def grouped_swiglu(
         return _swiglu(selection, *arguments.values())
 
 
-def _check(op, x, gate_up, down, row_weight):
+def check_shapes(op, x, gate_up, down, row_weight) -> None:
+    """Raise ValueError unless the shapes and dtypes of the arrays of a grouped SwiGLU layer fit."""
     if gate_up.shape[2] != 2 * down.shape[1]:
         raise ValueError(
             f"{op}: gate_up has {gate_up.shape[2]} columns; accepted are {2 * down.shape[1]}, twice the rows of down"
