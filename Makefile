@@ -60,7 +60,7 @@ test-faults: .venv/.test
 	$(RUN) -m tests.faults.campaign
 
 test-gpu: .venv/.test
-	JAX_PLATFORMS= .venv/bin/python -m pytest -m gpu -n $(or $(JOBS),0) tests/kernels tests/ops/test_grouped_product.py
+	JAX_PLATFORMS= .venv/bin/python -m pytest -m gpu -n $(or $(JOBS),0) tests/kernels tests/ops/test_grouped_product.py tests/ops/test_grouped_fp8.py
 
 # Compilers alone, in a folder of their own: jax would look for their devices in every other run.
 .venv/.aot: .venv/.base
