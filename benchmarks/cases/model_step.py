@@ -17,7 +17,7 @@ their losses. With `--lock FILE` processes on one card compile side by side and 
 without an optimizer, of flash-linear-attention's models in the same proportions with a vocabulary of 32,000 (`benchmarks.peers.fla.MODELS`), which its
 processes import from the folders of `--peer_path`, if these are not in PYTHONPATH; other
 variants of their sizes have a row that says that the peer has none. `--peers jla` times whole steps of jax-linear-attention's trainer at 1.3B (`benchmarks.peers.jla_trainer`), in `--matmul default` or `fp8`,
-with the fastest of its policies `--jla_remat` that fits.
+with each of its policies `--jla_remat`.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--jla_remat", type=options.words, default="dots",
-        help="policies of jax-linear-attention's trainer, such as none+lean_vjp,dots_kernels,dots; all are timed, and the row is of the fastest",
+        help="policies of jax-linear-attention's trainer, such as none+lean_vjp,dots_kernels,dots; a row each; a table has the fastest",
     )  # fmt: skip
     options.add_lock(parser)
     options.add_peers(parser, ("fla", "jla"), workers=6, patience=600)
@@ -377,8 +377,10 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for chunks in args.delta_chunks
         for loss_chunk_size in args.loss_chunk_sizes
     ]
+    policies_of = {"jla": args.jla_remat, "fla": [""]}
     return own + [
         dict(variant=v, peer=peer, rows=args.tokens // n, length=n)
+        | ({"peer_remat": remat} if remat else {})
         | (dict(vocab_size=args.vocab_size) if peer == "jla" else {})
         | ({"mixer": args.mixer} if args.mixer else {})
         | ({"matmul": matmul} if matmul != "default" else {})
@@ -386,6 +388,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for n in args.lengths
         for v in args.variants
         for matmul in (args.matmul if peer == "jla" else ["default"])
+        for remat in policies_of[peer]
     ]
 
 
@@ -428,19 +431,11 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
 
 
 def jla_row(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of the row of jax-linear-attention's trainer with the fastest of its policies `--jla_remat`, or the last error; in
-    `peer_policies` the tokens/s or the error of each."""
-    best: dict[str, Any] = {}
-    policies: dict[str, Any] = {}
+    """Return the fields of the row of jax-linear-attention's trainer with the case's policy."""
+    log(f"jax-linear-attention, {jla_trainer.name_of(case)}, {case['peer_remat']}")
     fp8 = case.get("matmul") == "fp8"
-    for remat in args.jla_remat:
-        log(f"jax-linear-attention, {jla_trainer.name_of(case)}, {remat}")
-        found = jla_trainer.train_speed(case, remat=remat, fp8=fp8, patience=args.patience)
-        found["peer_remat"] = remat
-        policies[remat] = found.get("tokens_per_second", found.get("error"))
-        if found.get("tokens_per_second", 0) >= best.get("tokens_per_second", 0):
-            best = found
-    return best | {"peer_policies": policies} | provenance()
+    found = jla_trainer.train_speed(case, remat=case["peer_remat"], fp8=fp8, patience=args.patience)
+    return found | provenance()
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ qk_l2norm = false
 gate_low_rank_dim = 16
 """
 }
-"""What the peer's config of a model has besides its preset: the peer's GLA of 125M (`gla-125m`), with heads of our sizes."""
+"""The text of the peer's config of a model besides its preset: its GLA of 125M (`gla-125m`) with heads of our sizes, on the widths and all other
+fields of its preset of KDA."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "softmax-1.3b": dict(num_heads=32, num_kv_heads=8),

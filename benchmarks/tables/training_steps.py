@@ -20,6 +20,7 @@ PEER_VARIANTS = {
     "kda-1.3b": "KDA 1.3B",
     "mamba2-1.3b": "Mamba2 1.3B",
     "rwkv7-1.3b": "RWKV7 1.3B",
+    "softmax-1.3b": "softmax attention 1.3B",
 }
 """The variants of the table beside flash-linear-attention's models, in its order; those without a stored row have no line."""
 
@@ -86,6 +87,10 @@ FLOPS = {
 }
 """Floating-point operations of training per token, three times those of the forward pass, by `lsm_jax.models.counts`: of our models beside
 flash-linear-attention's of the same sizes, with a vocabulary of 32,000, in rows of any length."""
+
+
+FLOPS_OF_LENGTH = {"softmax-1.3b": {2048: 8_396_242_944, 4096: 9_000_222_720}}
+"""The same of softmax attention, by the length of a row."""
 
 
 JLA_FLOPS = {
@@ -178,6 +183,8 @@ def flops(row: Row) -> float:
         return row["flops_per_token"]
     if row.get("peer") == "jla":
         return JLA_FLOPS[_with_mixer(row), row["length"]]
+    if row["variant"] in FLOPS_OF_LENGTH:
+        return FLOPS_OF_LENGTH[row["variant"]][row["length"]]
     return FLOPS[row["variant"]]
 
 
@@ -207,15 +214,18 @@ def _beside_fla(rows: list[Row]) -> list[tuple[Row | None, Row | None]]:
 
 
 def _beside_jla(rows: list[Row]) -> list[tuple[Row, Row]]:
-    """Return, for each model and kind of products, (our training step, jax-linear-attention's of the same commit)."""
-    pairs = []
-    for row in rows:
-        if row.get("peer") != "jla":
-            continue
-        same = ("variant", "rows", "length", "commit", "matmul", "mixer")
-        ours = [r for r in rows if "peer" not in r and all(r.get(n) == row.get(n) for n in same)]
-        pairs += [(max(ours, key=lambda r: r["tokens_per_second"]), row)] if ours else []
-    return pairs
+    """Return, for each model and kind of products, (our training step, jax-linear-attention's of the same commit), of each the fastest of
+    the policies that were timed: of rows of several commits, those of the peer's newest."""
+    same = ("variant", "rows", "length", "commit", "matmul", "mixer")
+    newest_of: dict[tuple, tuple[Row, Row]] = {}
+    for of_commit in group(rows, lambda row: tuple(map(row.get, same))).values():
+        both = [
+            [r for r in of_commit if (r.get("peer") == "jla") is theirs] for theirs in (False, True)
+        ]
+        if all(both):
+            pair = tuple(max(found, key=lambda r: r["tokens_per_second"]) for found in both)
+            newest_of[tuple(pair[0].get(n) for n in same if n != "commit")] = pair
+    return list(newest_of.values())
 
 
 def _in_fp8(rows: list[Row]) -> list[tuple[Row, Row]]:
@@ -322,7 +332,7 @@ TABLES = [
         ),
         where=lambda row: (
             row.get("remat") == "dots_and_states"
-            and not (_PARTS - {"matmul", "mixer"}) & set(row)
+            and not (_PARTS - {"matmul"}) & set(row)
             and "peer" not in row
         ),
         key=lambda row: (*_step_key(row), row.get("matmul"), row["commit"]),
@@ -429,11 +439,14 @@ TABLES = [
                 )
             )
         ),
-        key=lambda row: (*_step_key(row), *map(row.get, ("mixer", "matmul", "remat", "commit"))),
+        key=lambda row: (
+            *_step_key(row),
+            *map(row.get, ("mixer", "matmul", "remat", "peer_remat", "commit")),
+        ),
         lines=_beside_jla,
         not_run="requires an NVIDIA GPU and jax-linear-attention",
         command="python -m benchmarks model_step --variants softmax-1.3b,kda-1.3b --lengths 4096 --remat dots_and_inputs --peers jla "
-        "--output docs/model_step.jsonl",
+        "--output docs/model_step.jsonl     # others: --remat dots_and_states; FP8: --remat dots --matmul fp8",
     ),
     Table(
         "model_step_saved",

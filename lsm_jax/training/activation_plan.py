@@ -242,9 +242,9 @@ def update_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> tup
 
 
 def tail_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> int:
-    """Return the bytes of the tails of a layer's convolutions and token shifts that a device sends to the next one, if the
+    """Return the bytes of the tails of a mixer's convolutions and token shifts that a device sends to the next one, if the
     tokens of a row are sharded. The tails of several memories (MoM) are gathered, and belong to `update_bytes`, whose
-    arguments these are."""
+    arguments these are. The shift of a feedforward (RWKV) is not counted: a token of each row."""
     tails = jax.tree.leaves(_abstract_state(config, block.mixer, rows, length).tails)
     return sum(x.size * x.dtype.itemsize for x in tails if x.ndim == 3)
 

@@ -205,21 +205,22 @@ def test_no_row_is_written_of_a_process_that_could_not_start(packages):
         peer.close()
 
 
-def test_the_fastest_policy_of_the_peers_trainer_is_the_row(monkeypatch):
-    speeds = {"none": None, "dots_kernels": 52_000, "dots": 51_000}
-
+def test_each_policy_of_the_peers_trainer_has_a_row(monkeypatch):
     def train_speed(case, *, remat, fp8, patience):
         assert (case["variant"], fp8, patience) == ("kda-1.3b", False, 5.0)
-        return dict(tokens_per_second=speeds[remat]) if speeds[remat] else dict(error="no memory")
+        return {"dots": dict(tokens_per_second=51_000)}.get(remat, dict(error="no memory"))
 
     monkeypatch.setattr(jla_trainer, "train_speed", train_speed)
-    args = argparse.Namespace(jla_remat=["none", "dots_kernels", "dots"], patience=5.0)
-    row = model_step.jla_row(dict(variant="kda-1.3b"), args)
-    assert (row["tokens_per_second"], row["peer_remat"]) == (52_000, "dots_kernels")
-    assert row["peer_policies"] == speeds | {"none": "no memory"}
-    args.jla_remat = ["none"]
-    row = model_step.jla_row(dict(variant="kda-1.3b"), args)
-    assert row["error"] == "no memory" and "tokens_per_second" not in row
+    parser = argparse.ArgumentParser()
+    model_step.add_arguments(parser)
+    given = (
+        "--variants kda-1.3b --lengths 4096 --peers jla --jla_remat none+lean_vjp,dots --patience 5"
+    )
+    args = parser.parse_args(given.split())
+    peers = [case for case in model_step.cases(args) if "peer" in case]
+    rows = [case | model_step.jla_row(case, args) for case in peers]
+    assert [row["peer_remat"] for row in rows] == ["none+lean_vjp", "dots"]
+    assert rows[0]["error"] == "no memory" and rows[1]["tokens_per_second"] == 51_000
 
 
 def test_the_config_of_the_peers_trainer_has_the_models_fields():

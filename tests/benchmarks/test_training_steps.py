@@ -9,8 +9,17 @@ import pytest
 from benchmarks.peers import jla_trainer
 from benchmarks.registry import UsageError
 from benchmarks.step_choices import set_fields
+from benchmarks.tables import TABLES
 from benchmarks.tables.table import read_rows
-from benchmarks.tables.training_steps import FLOPS, JLA_FLOPS, LENGTHS, PEAK, PEER_VARIANTS, flops
+from benchmarks.tables.training_steps import (
+    FLOPS,
+    FLOPS_OF_LENGTH,
+    JLA_FLOPS,
+    LENGTHS,
+    PEAK,
+    PEER_VARIANTS,
+    flops,
+)
 from configs import lm
 from lsm_jax.models import count_parameters, flops_per_token
 
@@ -25,7 +34,10 @@ def counted(config, length):
 
 
 def test_stored_counts_are_those_of_the_models():
-    assert set(FLOPS) == set(PEER_VARIANTS)
+    assert {*FLOPS, *FLOPS_OF_LENGTH} == set(PEER_VARIANTS)
+    for variant, counts in FLOPS_OF_LENGTH.items():
+        for length, count in counts.items():
+            assert counted(lm.get_config(variant).model, length) == count, (variant, length)
     for variant, count in FLOPS.items():
         assert {counted(lm.get_config(variant).model, n) for n in LENGTHS} == {count}, variant
     assert {variant for variant, _ in JLA_FLOPS} == set(jla_trainer.PRESETS)
@@ -53,7 +65,7 @@ def test_a_model_that_nobody_counted_is_an_error():
 
 
 def test_flas_models_have_the_parameters_of_ours():
-    """But RWKV7: in our first layer, too, values have the gate of rank 64 that mixes in those of the first layer; the biases of the peer's 49
+    """The numbers are equal but RWKV7's: in our first layer, too, values have the gate of rank 64 that mixes in those of the first layer; the biases of the peer's 49
     norms and its norm before the layers are not in ours.
     """
     gate, norms = 2048 * (64 + 1 + 64), 2048 * (24 * 2 + 1 + 2)
@@ -92,3 +104,24 @@ def test_fields_of_mixers_are_set_or_refused():
     for text in ("lower=3", "lower_bound", "lower_bound=x", "lower_bound=2.0", "3", "heads="):
         with pytest.raises(UsageError, match=f"--mixer {text}: accepted is FIELD=VALUE"):
             set_fields(lm.get_config("kda-nano"), text)
+
+
+def test_a_table_has_the_fastest_policy_of_the_peer_and_no_other_mixer():
+    own = dict(
+        variant="gated_deltanet-1.3b", rows=8, length=4096, commit="b", xla_flags="", remat="dots",
+        tokens_per_second=56_000, vocab_size=VOCAB_SIZE, flops_per_token=9.4e9,
+    )  # fmt: skip
+    heads = dict(mixer="num_heads=16,head_dim=128,expand_v=1.0")
+    peer = dict(own, peer="jla", own_mfu_percent=40.0, date="2026-11-28")
+    rows = [
+        own, own | heads | dict(tokens_per_second=58_000),
+        peer | dict(peer_remat="none", error="no memory", tokens_per_second=1),
+        *(peer | dict(peer_remat=n, tokens_per_second=speed) for n, speed in (("dots", 51_000), ("dots_kernels", 52_000))),
+        peer | heads | dict(peer_remat="dots", tokens_per_second=57_000),
+    ]  # fmt: skip
+    pairs = TABLES["model_step_jla"].lines(rows)
+    found = [tuple(row["tokens_per_second"] for row in pair) for pair in pairs]
+    assert found == [(56_000, 52_000), (58_000, 57_000)]
+    states = own | dict(remat="dots_and_states")
+    fp8 = TABLES["model_step_fp8"]
+    assert fp8.where(states) and not fp8.where(states | heads)

@@ -80,12 +80,15 @@ def compare(axes: dict[str, int], route: str, **fields) -> None:
         placed = jax.device_put((x, ids), rows)
         (value, aux), grads = gradient(made(route, **fields), *placed)
     assert int(aux.pop("moe/overflow_count")) == 0
+    rounded = 0.0
     for a, b in zip(jax.tree.leaves(((value, aux), grads)), jax.tree.leaves(expected), strict=True):
         if fields.get("matmul") == "fp8":
-            error, most = np.linalg.norm(np.subtract(a, b)), 0.2 * np.linalg.norm(b)
-            assert error <= most, (axes, route, np.shape(a), error, most)
+            error, size = np.linalg.norm(np.subtract(a, b)), np.linalg.norm(b)
+            assert error <= 0.2 * size, (axes, route, np.shape(a), error, size)
+            rounded = max(rounded, error / max(size, 1e-30))
             continue
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=f"{axes} {route}")
+    assert (rounded > 1e-4) == (fields.get("matmul") == "fp8"), (axes, route, rounded)
     print(axes, route, "ok", flush=True)
 
 
