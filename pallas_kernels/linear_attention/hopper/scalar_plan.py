@@ -92,6 +92,7 @@ class Call(NamedTuple):
         read_scale: the factor by which what tokens read is multiplied.
         write_scale: the factor by which writes are multiplied.
         rank: number of consecutive rows that are one token.
+        exact: whether weights, memories and decayed writes are sums of two terms of bfloat16.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
@@ -111,6 +112,7 @@ class Call(NamedTuple):
     read_scale: float
     write_scale: float
     rank: int
+    exact: bool
     interpret: Any
 
     @property
