@@ -162,7 +162,9 @@ STABILIZED = Backend(
         *memory_kernels.HOPPER,
         Requirement(
             "log_input_gate with normalize and one state per row",
-            lambda call: call.options.normalize is not None and call.arguments["state"].memory.ndim == 4,
+            lambda call: (
+                call.options.normalize is not None and call.arguments["state"].memory.ndim == 4
+            ),
             lambda call: f"{call.arguments['state'].memory.shape[1]} states per row",
         ),
     ),

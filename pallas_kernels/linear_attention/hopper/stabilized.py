@@ -161,8 +161,7 @@ def backward(
         d_stabilizer += jnp.sum(d_normalizer * initial.normalizer, -1)
         d_initial = Initial(d_memory, d_normalizer, d_stabilizer)
     of_tokens = (
-        row_layout.sum_heads(d, x.shape[2]).astype(x.dtype)
-        for d, x in ((dq, q), (dk, k), (dv, v))
+        row_layout.sum_heads(d, x.shape[2]).astype(x.dtype) for d, x in ((dq, q), (dk, k), (dv, v))
     )
     return *of_tokens, d_decay, d_gate, d_m, d_initial
 
