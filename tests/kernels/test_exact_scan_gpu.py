@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.hopper import warpgroups
 from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_plan
+from pallas_kernels.linear_attention.hopper.exact_decays import exact_decays
 from pallas_kernels.linear_attention.hopper.scalar_scan import scalar_scan
 
 
@@ -38,15 +39,16 @@ def test_an_exact_scan_has_nearly_the_precision_of_float32(sizes, groups, revers
         for n in (depth, depth, width, width)
     )
     log_decay, log_write = (rng.normal(size=(1, length, 1)).astype(np.float32) for _ in range(2))
-    log_decay = -np.abs(log_decay) / 8
+    log_decay = np.where(rng.random(log_decay.shape) < 0.1, -30, -np.abs(log_decay) / 8)
+    log_decay, log_write = (jnp.asarray(x, jnp.float32) for x in (log_decay, log_write))
     interpret = gpu_interpreter()
-    decays = scalar_decay.chunk_decays(
-        jnp.asarray(log_decay), None, z.shape, 1, jnp.asarray(log_write), interpret
-    )
     wanted, last_wanted = by_definition(x, y, z, log_decay, log_write, reverse)
     dots_wanted = (wanted * np.asarray(partner, np.float64)[0, :, 0]).sum(-1)
     errors = []
     for exact in (False, True):
+        decays = scalar_decay.chunk_decays(log_decay, None, z.shape, 1, log_write, interpret)
+        if exact:
+            decays = exact_decays(log_decay, log_write, None)
         out, last, dots, saved = scalar_scan(
             x, y, z, decays, heads=1, partner=partner, save_states=True, reverse=reverse, exact=exact,
             interpret=interpret,
@@ -83,3 +85,32 @@ def test_two_terms_add_up():
     np.testing.assert_array_equal(np.abs(high - x.astype(jnp.bfloat16)) <= jnp.abs(x) * 2**-7, True)
     total = np.asarray(high, np.float64) + np.asarray(low, np.float64)
     assert np.max(np.abs(total - x) / np.abs(x)) <= 2**-16
+
+
+def test_sums_of_decays_have_two_terms():
+    """Sums in the hundreds have the differences of float64, also where documents begin and where tokens write nothing."""
+    rng = np.random.default_rng(0)
+    shape = 1, 128, 1
+    decay = -np.abs(rng.normal(size=shape)) * rng.choice([1e-4, 1, 30], size=shape)
+    write = np.where(rng.random(shape) < 0.2, -1e30, -np.abs(rng.normal(size=shape)))
+    decay, write = (x.astype(np.float32) for x in (decay, write))
+    run = jnp.asarray(np.arange(128) >= 100, jnp.int32)[None]
+    found = exact_decays(jnp.asarray(decay), jnp.asarray(write), run)
+    cum, low, write_cum, write_low = (
+        np.asarray(x, np.float64).reshape(2, 64)
+        for x in (found.cum, found.cum_low, found.write_cum, found.write_cum_low)
+    )
+    sums = np.cumsum(decay.astype(np.float64).reshape(2, 64), axis=1)
+    assert np.abs(sums).max() > 200 and np.abs(low).max() < 0.25
+    np.testing.assert_allclose(cum + low, sums, atol=1e-7)
+    writes = write.reshape(2, 64) > -1e29
+    wanted = np.where(writes, sums - write.reshape(2, 64), 0)
+    np.testing.assert_allclose(np.where(writes, write_cum + write_low, 0), wanted, atol=1e-7)
+    assert (write_cum[~writes] > 1e29).all()
+    read, after = (np.asarray(x).reshape(2, 64) for x in (found.read_decay, found.write_decay))
+    enters, stays = np.asarray(run).reshape(2, 64) == 0, np.arange(128).reshape(2, 64) >= 100
+    stays[0] = True
+    np.testing.assert_allclose(read, np.where(enters, np.exp(sums), 0), rtol=1e-6, atol=1e-37)
+    ends = np.where(writes & stays, np.exp(sums[:, -1:] - sums + np.where(writes, write.reshape(2, 64), 0)), 0)  # fmt: skip
+    np.testing.assert_allclose(after, ends, rtol=1e-6, atol=1e-37)
+    np.testing.assert_array_equal(np.asarray(found.chunk_decay)[0, 0], [read[0, -1], 0])

@@ -128,8 +128,9 @@ def scan_of(
     if x is not None:
         vectors |= dict(read_decay=getattr(decay, read), cum=decay.cum, run=decay.run)
         vectors |= dict(write_cum=decay.write_cum)
+        vectors |= dict(cum_low=decay.cum_low, write_cum_low=decay.write_cum_low)
     chunk_decay = decay.chunk_decay
-    if decay.run is None and decay.cum is not None:
+    if decay.run is None and decay.cum is not None and decay.cum_low is None:
         # The kernel computes these from the sums, so that XLA does not store them.
         vectors |= {"cum": decay.cum, "write_decay" if reverse else "read_decay": None}
         chunk_decay = None

@@ -8,9 +8,9 @@ which is what `scalar_scan` computes with factors of writes; n is the memory of 
 h = q M / (max(|q n|, e^-m) + eps) (xLSTM, arXiv 2405.04517 Eqs. 15 and 19-21). It divides by what q n cancels to, so that a rounding of weights
 or memories would be amplified: the scans are exact (`scalar_columns`), and inputs are the only numbers of bfloat16.
 
-In the backward pass the gradient of q M is g = dh / (max(|q n|, e^-m) + eps), rounded to bfloat16, and that of q n is computed from the rounded
-g, -(h . g) sign(q n), so that what a change of M and n in proportion does to h is 0, as it must be. The product h . g has three terms of
-bfloat16 in three columns, whose values are 1. The gradients of the gates hold C fixed rather than M: e^m C does not depend on m, so that the
+In the backward pass the gradient of q M is g = dh / (max(|q n|, e^-m) + eps), rounded to bfloat16, and that of q n, -(h . g) sign(q n), is
+computed from the rounded g, so that what a change of M and n in proportion does to h is 0, as it must be; but see `_share_of_rounding`. The
+product h . g has three terms of bfloat16 in three columns, whose values are 1. The gradients of the gates hold C fixed rather than M: e^m C does not depend on m, so that the
 gradient of m itself is only that of eps, and of the final memories.
 """
 
@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper import row_layout
+from pallas_kernels.linear_attention.hopper.exact_decays import exact_decays
 from pallas_kernels.linear_attention.hopper.scalar_decay import (
     CHUNK,
     REQUIREMENTS,
-    chunk_decays,
     interval_ends,
     rows_decay_gradient,
 )
@@ -77,7 +77,7 @@ def forward(
     """
     heads, memories = max(q.shape[2], v.shape[2]), v.shape[2]
     kept, written = _factors(log_decay, log_input_gate, m, run, initial)
-    decay = chunk_decays(kept, run, v.shape, 1, written, interpret)
+    decay = exact_decays(kept, written, run)
     options: dict[str, Any] = dict(
         decay=decay, heads=heads, read_scale=scale, exact=True, interpret=interpret
     )
@@ -107,9 +107,12 @@ def backward(
     batch, length, memories, _ = v.shape
     heads = h.shape[2]
     factor, above = _divisors(product, m, eps)
-    g = (d_output.astype(_F32) * factor[..., None]).astype(q.dtype)
-    along = jnp.sum(h * g.astype(_F32), axis=-1)  # h . g
-    d_product = _in_columns(_three_terms(jnp.where(above, -along * jnp.sign(product), 0)))
+    unrounded = d_output.astype(_F32) * factor[..., None]
+    g = unrounded.astype(q.dtype)
+    along = jnp.sum(h * unrounded, axis=-1)  # h . g
+    added = jnp.sum(h * (g.astype(_F32) - unrounded), axis=-1) * _share_of_rounding(h, v)
+    d_product = jnp.where(above, -(along + added) * jnp.sign(product), 0)
+    d_product = _in_columns(_three_terms(d_product))
     ones = _in_columns(jnp.ones((batch, length, 1, 3), v.dtype))
 
     starts, normalizer_starts = _starts(initial, heads)
@@ -188,6 +191,18 @@ def _divisors(product, m, eps: float):
     factor, floor = jnp.exp(jnp.minimum(m, 0)), jnp.exp(-jnp.maximum(m, 0))
     size = factor * jnp.abs(product)
     return factor / (jnp.maximum(size, floor) + eps * factor), size > floor
+
+
+def _share_of_rounding(h, v):
+    """Return, for each row of h [B, T, H, V], the share [B, T, H] of the rounding error of g that the gradient of q n is to have, too.
+
+    A rounding error e of g changes the gradients of k and q by sums of e . (v_j - h): with the same share in both, what v_j and h have in common
+    cancels. So it is 1 where h can be a mean of values; where |h| is larger than all |v|, since q n cancels, e . h would be the larger error.
+    """
+    longest = jnp.max(jnp.sum(jnp.square(v.astype(_F32)), axis=-1), axis=1, keepdims=True)
+    longest = jnp.repeat(longest, h.shape[2] // v.shape[2], axis=2)
+    length = jnp.sum(jnp.square(h), axis=-1)
+    return jnp.where(length > longest, longest / jnp.maximum(length, longest), 1)
 
 
 def _in_columns(x):
