@@ -41,13 +41,14 @@ from pallas_kernels.linear_attention.hopper.scalar_scan import (
 from pallas_kernels.memory_calls import NO_BONUS, in_bfloat16, key_dims, value_dims
 
 __all__ = [
-    "CHUNK", "FROM_ZERO", "REQUIREMENTS", "Residuals", "backward", "chunk_decays", "forward", "interval_ends", "rows_decay_gradient",
+    "CHUNK", "FROM_ZERO", "REQUIREMENTS", "SIZES", "Residuals", "backward", "chunk_decays", "forward", "interval_ends", "rows_decay_gradient",
 ]  # fmt: skip
 
 FROM_ZERO = True
 """Whether `forward` accepts an `initial` of None, and `backward` a `d_final` of None, which are zeros that nobody stores."""
 
-_SIZES = (64, 128, 256, 512)  # K and V
+SIZES = 64, 128, 256, 512
+"""The accepted numbers of key and of value channels."""
 _F32 = jnp.float32
 PAIRED = True
 """Whether two heads of 64 value channels that share q and k are computed by one thread block, where there are factors of writes and skips."""
@@ -65,8 +66,8 @@ of two scans, or with no derivative of one, and rows begin with an empty memory.
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
-    key_dims(*_SIZES),
-    value_dims(*_SIZES),
+    key_dims(*SIZES),
+    value_dims(*SIZES),
 )
 
 

@@ -26,17 +26,19 @@ from pallas_kernels.hopper import row_layout
 from pallas_kernels.linear_attention.hopper.exact_decays import exact_decays
 from pallas_kernels.linear_attention.hopper.scalar_decay import (
     CHUNK,
-    REQUIREMENTS,
+    SIZES,
     interval_ends,
     rows_decay_gradient,
 )
 from pallas_kernels.linear_attention.hopper.scalar_plan import BLOCK, Decays
 from pallas_kernels.linear_attention.hopper.scalar_scan import scalar_scan
+from pallas_kernels.memory_calls import in_bfloat16, key_dims, value_dims
 
 __all__ = ["CHUNK", "NEVER", "REQUIREMENTS", "Initial", "Residuals", "backward", "forward"]
 
 NEVER = -1e30
 """The logarithm of a closed gate: finite, so that differences are finite."""
+REQUIREMENTS = in_bfloat16("q", "k", "v"), key_dims(*SIZES), value_dims(*SIZES)
 _F32 = jnp.float32
 
 
