@@ -105,12 +105,14 @@ def _run_forward(options, arrays):
 
 def _run_backward(options, saved, cotangents):
     arrays, residuals = saved
-    d_output, *d_final = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    d_output, d_memory, d_normalizer = (
+        None if isinstance(x, SymbolicZero) else x for x in cotangents
+    )
     if d_output is None:
         d_output = jnp.zeros_like(residuals.h)
     *of_tokens, d_initial = stabilized.backward(
-        *arrays, residuals, d_output, *d_final, **options._asdict()
-    )
+        *arrays, residuals=residuals, d_output=d_output, d_memory=d_memory, d_normalizer=d_normalizer, **options._asdict(),
+    )  # fmt: skip
     return ((*of_tokens, None, d_initial),)
 
 

@@ -61,10 +61,13 @@ def run_scans(*scans: Scan, together: bool = False) -> list[list[Any]]:
     for scan, arrays in zip(scans, results, strict=True):
         if "out" in arrays:
             arrays["out"] = row_layout.sum_heads(arrays["out"], scan.call.heads)
-    for arrays in results:
-        if "saved_low" in arrays:
-            arrays["saved"] = arrays["saved"], arrays.pop("saved_low")
-    return [list(arrays.values()) for arrays in results]
+    return [_in_order(arrays) for arrays in results]
+
+
+def _in_order(arrays: dict[str, jax.Array]) -> list[Any]:
+    """Return a scan's results, both terms of saved memories as one pair."""
+    low = arrays.pop("saved_low", None)
+    return [(x, low) if name == "saved" and low is not None else x for name, x in arrays.items()]
 
 
 def scan_of(

@@ -130,7 +130,7 @@ def backward(
         normalizer_starts = _in_columns(jnp.repeat(normalizer_starts[..., None], 3, axis=-1))
 
     options: dict[str, Any] = dict(decay=decay, heads=heads, exact=True, interpret=interpret)
-    later = options | dict(write_scale=scale, reverse=True)
+    later: dict[str, Any] = options | dict(write_scale=scale, reverse=True)
     options |= dict(read_scale=scale, partner=q, save_states=True)
     dq, _, q_dots, states = scalar_scan(g, v, k, initial=_transposed(starts), **options)
     more, _, more_dots, normalizers = scalar_scan(
