@@ -15,7 +15,7 @@ class Compiled(NamedTuple):
         key_dim: K, the number of key channels of a head.
         value_dim: V, the number of value channels of a head.
         arguments: words that name optional arguments: "log_decay", with "channel" for one per key channel, "value_log_decay", "bonus",
-            "segment_ids"; "undecayed" for the memory that a delta rule's keys read; "rank" for tokens of four rows; "memories" if the forward pass saves the memories before
+            "segment_ids"; "undecayed" for the memory that a delta rule's keys read; "gate" for an input gate and a normaliser; "rank" for tokens of four rows; "memories" if the forward pass saves the memories before
             all chunks.
         spilled: the bytes of registers that the kernels may spill on Hopper, at most.
     """

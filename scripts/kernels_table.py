@@ -118,10 +118,12 @@ CALLS = {
     "decode_step": "decode_step: one token",
     "triton decode_step": "triton decode_step: one token",
     "triton for few memories": "one card, at most 8 memories in all rows, of fewer than 4,096 tokens and without a decay by channel",
+    "mosaic_gpu, exact scans": "exact scans: an input gate and a normaliser, as mLSTM's",
     "mosaic_gpu (xla where differentiated)": "xla where differentiated: heads of 256 channels",
 }
-# The modules of kernels of one token, by the backend's label.
-ONE_TOKEN = {
+# The modules of kernels of one token and of exact scans, by the backend's label.
+OF_LABEL = {
+    "mosaic_gpu, exact scans": (("any call", "linear_attention.hopper.stabilized"),),
     "decode_step": (("any call", "decode_step.hopper"),),
     "triton decode_step": (("any call", "decode_step.triton"),),
 }
@@ -133,7 +135,7 @@ def requirements(op: str, backend: Backend) -> list[str]:
     """
     lines = [f"- {requirement.text}" for requirement in backend.requirements]
     kernels = KERNELS.get((op, backend.name), ())
-    kernels = ONE_TOKEN.get(backend.label, kernels)
+    kernels = OF_LABEL.get(backend.label, kernels)
     for case, module in kernels:
         of_kernel = importlib.import_module(f"pallas_kernels.{module}").REQUIREMENTS
         texts = "; ".join(requirement.text for requirement in of_kernel)

@@ -95,6 +95,56 @@ def memory(configuration: tuple, batch: int = 2) -> Compared:
     return Compared(run, x, (d_output * small, d_final * small), by_head=by_head)
 
 
+def mlstm(configuration: tuple, batch: int = 2) -> Compared:
+    """Return the call of mLSTM's memory of one of the cases `MLSTM` in bfloat16, on `batch` rows."""
+    (heads, key_heads, memories), key_dim, value_dim, length, documents, words = configuration
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, dtype: Any = jnp.float32):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    tokens = batch, length
+    x: dict[str, Any] = dict(
+        q=normal(*tokens, heads, key_dim, dtype=jnp.bfloat16),
+        k=normal(*tokens, key_heads, key_dim, dtype=jnp.bfloat16),
+        v=normal(*tokens, memories, value_dim, dtype=jnp.bfloat16),
+    )
+    decay, gate = (
+        normal(*tokens, memories) + (6 if "long" in words else 3),
+        normal(*tokens, memories),
+    )
+    x |= dict(log_decay=jax.nn.log_sigmoid(decay), log_input_gate=gate - 10 * ("closed" in words))
+    if "strong" in words:
+        x["log_decay"] = jnp.where(decay < 1.5, -30.0, x["log_decay"])
+        x["log_input_gate"] = 20 * jnp.round(gate)
+    x |= dict(
+        memory=normal(batch, memories, key_dim, value_dim),
+        normalizer=normal(batch, memories, key_dim), stabilizer=normal(batch, memories),
+    )  # fmt: skip
+    marks: dict[str, Any] = {}
+    if documents:
+        marks["segment_ids"] = jnp.asarray(np.cumsum(rng.random(tokens) < 0.01, axis=1) + 1)
+        marks["update_mask"] = jnp.asarray(rng.random(tokens) < 0.9)
+
+    def run(implementation, arrays):
+        arrays = dict(arrays)
+        empty = ops.linear_state(
+            batch, memories, key_dim, value_dim, normalize=True, stabilize=True
+        )
+        state = empty._replace(
+            **{n: arrays.pop(n) for n in ("memory", "normalizer", "stabilizer")},
+            segment_id=jnp.ones(batch, jnp.int32),
+        )
+        form = "recurrent" if implementation == "xla" else "chunk"
+        output, state = ops.linear_memory(
+            **arrays, **marks, initial_state=state, normalize=1e-6, form=form, implementation=implementation
+        )  # fmt: skip
+        return output, state.memory, state.normalizer
+
+    types = jax.eval_shape(lambda a: run("xla", a), x)
+    return Compared(run, x, tuple(normal(*t.shape, dtype=t.dtype) for t in types))
+
+
 def _unit(k: jax.Array) -> jax.Array:
     """Return keys divided by their norms, in float32."""
     k = k.astype(jnp.float32)

@@ -3,7 +3,7 @@
     python -m benchmarks kernels [--ops kda] [--shapes 8x4096x16x128] [--segments 8] [--xla] [--peers jla,fla]
     python -m benchmarks kernels --ops "scalar decay" --roles --errors --device_times --output -
 
-A row for each op and shape (B x T x H x D, or x K x V for a delta rule, bfloat16): [ms forward, ms forward and backward] of the kernel, of
+A row for each op and shape (B x T x H x D, or x K x V for a delta rule or mLSTM, bfloat16): [ms forward, ms forward and backward] of the kernel, of
 the XLA form and of the peers, measured one after the other. The peers are jax-linear-attention ("jla") and
 flash-linear-attention under PyTorch ("fla", see `benchmarks.peers.fla`). Times are medians of 7 batches of 20
 calls. The gradient of the decay is computed, since it comes from a projection in the peers too. All programs
@@ -73,6 +73,7 @@ OPS = (
     "kda",
     "rwkv7",
     "slot memory",
+    "mlstm",
 )
 
 
@@ -98,6 +99,9 @@ def make_inputs(op: str, shape: str, stronger: float = 1.0) -> tuple[jax.Array, 
     if op == "slot memory":  # 64 slots
         decay = jax.nn.log_sigmoid(jax.random.normal(keys[4], (*q.shape[:3], 64))) / 8
         return q, k, v, do, -jnp.expm1(decay).astype(k.dtype), decay * stronger
+    if op == "mlstm":  # gates as in its layer, with the soft cap of 15
+        gate, decay = 15 * jnp.tanh(jax.random.normal(keys[4], (2, *q.shape[:3])) / 15)
+        return q, k, v, do, jax.nn.log_sigmoid(decay + 4) * stronger, gate
     if "delta" in op:
         beta, decay = jax.nn.sigmoid(jax.random.normal(keys[4], (2, batch, length, heads)))
         gated = op != "delta rule"
@@ -134,6 +138,12 @@ def library_call(op: str, implementation: str, segments: int = 0):
         erase = "undecayed" if "undecayed" in op else "decayed"
         return lambda q, *x: ops.delta_memory(
             q, *x, erase=erase, **options_for(ops.delta_state, q)
+        )[0]
+
+    if op == "mlstm":
+        empty = functools.partial(ops.linear_state, normalize=True, stabilize=True)
+        return lambda q, k, v, decay, gate: ops.linear_memory(
+            q, k, v, decay, log_input_gate=gate, normalize=1e-6, **options_for(empty, q)
         )[0]
 
     def call(q, k, v, *decay):
@@ -273,7 +283,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shapes",
         type=options.words,
         default=options.shapes(TIMED),
-        help="BxTxHxD or, for delta rules, BxTxHxKxV, ...",
+        help="BxTxHxD or, for delta rules and mLSTM, BxTxHxKxV, ...",
     )
     parser.add_argument("--xla", action="store_true", help="time the XLA form too")
     parser.add_argument(

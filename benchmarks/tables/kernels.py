@@ -33,6 +33,7 @@ OPS = {
     "kda": "KDA",
     "rwkv7": "RWKV7",
     "slot memory": "slot memory of 64 slots (GSA)",
+    "mlstm": "scalar decay, input gate and normaliser (mLSTM)",
 }
 """The ops as the pages name them, by their names in the rows; also their order in a table."""
 

@@ -112,6 +112,17 @@ HOPPER = (
 )
 """Cases that run on the card. Their words also name a "steep" log decay (times 20), a "strong" one (e^-30), a "bonus", and sizes of
 the inputs."""
+MLSTM = (
+    Case((4, 4, 4), 128, 256, 2048, False, "mlstm"),
+    Case((4, 4, 4), 128, 256, 1100, True, "mlstm"),
+    Case((2, 1, 2), 64, 64, 600, True, "mlstm"),
+    Case((4, 2, 2), 128, 128, 500, True, "mlstm, long"),
+    Case((2, 2, 2), 256, 512, 1100, False, "mlstm, long"),
+    Case((2, 2, 4), 64, 128, 1024, True, "mlstm, strong"),
+    Case((2, 2, 2), 128, 64, 700, False, "mlstm, closed"),
+)
+"""Cases of mLSTM's memory that run on the card. Their words name decays near 1 ("long"), input gates of e^±20 and decays of e^-30 ("strong"), and
+input gates of e^-10, which leave the divisor to its floor ("closed")."""
 HOPPER_COMPILED = (
     Compiled((4, 4, 4), 128, 128, "", 0),
     Compiled((4, 2, 2), 64, 64, "log_decay", 0),
@@ -121,6 +132,8 @@ HOPPER_COMPILED = (
     Compiled((1, 1, 4), 128, 64, "log_decay writes", 0),
     Compiled((1, 1, 4), 128, 64, "log_decay writes segment_ids", 0),
     Compiled((1, 1, 3), 128, 64, "log_decay writes", 0),
+    Compiled((4, 4, 4), 128, 256, "log_decay gate", 304),  # mLSTM
+    Compiled((4, 2, 2), 64, 128, "log_decay gate segment_ids", 120),
     Compiled((4, 4, 4), 64, 128, "channel log_decay segment_ids", 176),
     Compiled((4, 4, 4), 128, 128, "channel log_decay", 116),
     Compiled((4, 4, 4), 128, 256, "channel log_decay", 348),

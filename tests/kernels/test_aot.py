@@ -149,6 +149,8 @@ def compile_for(device, abstract_device, case, implementation, *, backward=True)
         inputs["value_log_decay"] = array(2, length, memories, value_dim)
     if "writes" in given:
         inputs |= dict(log_write=array(2, length, memories), skip=array(memories))
+    if "gate" in given:
+        inputs["log_input_gate"] = array(2, length, memories)
     if "bonus" in given:
         inputs["bonus"] = array(memories, key_dim)
     if "slots" in given:
@@ -161,6 +163,7 @@ def compile_for(device, abstract_device, case, implementation, *, backward=True)
     options: dict[str, Any] = dict(window=200) if "window" in given else {}
     options |= dict(erase="undecayed") if "undecayed" in given else {}
     options |= dict(rank=4) if "rank" in given else {}
+    options |= dict(normalize=1e-6) if "gate" in given else {}
 
     @memories_saved("memories" in given)
     def both(inputs, marks):

@@ -108,6 +108,20 @@ def check(configuration, batch):
     return compare.program(call, "mosaic_gpu").lower(call.cotangents, call.arrays).as_text()
 
 
+@pytest.mark.parametrize("case", linear_attention_cases.MLSTM, ids=compare.case_id)
+def test_mlstm_equals_the_recurrence(case):
+    """On the card, the value, final memory and normaliser, and every gradient of mLSTM's exact scans are those of the recurrence in float32; a
+    second run gives the same bits. The gradient of the initial stabiliser is a sum over a memory of terms of both signs.
+    """
+    call = memories.mlstm(case[:6])
+    stabilizer = call.arrays["stabilizer"]
+    rest = {n: x for n, x in call.arrays.items() if n != "stabilizer"}
+    run = lambda implementation, x: call.run(implementation, x | dict(stabilizer=stabilizer))  # noqa: E731
+    tolerances = linear_attention_cases.OUTPUT_TOLERANCE, linear_attention_cases.GRADIENT_TOLERANCE
+    assert_alike(call._replace(run=run, arrays=rest), *tolerances)
+    assert_alike_without_a_derivative(call, tolerances[0])
+
+
 @pytest.mark.parametrize("case", (SEGMENTS | SEGMENTS_WIDE).values(), ids=compare.case_id)
 def test_one_state_a_segment(case):
     """On the card, with one state per segment, the value, final states and every gradient of a memory's

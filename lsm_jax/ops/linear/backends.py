@@ -15,8 +15,9 @@ from lsm_jax.ops.backends import memory_kernels, one_token
 from lsm_jax.ops.backends.registry import TRITON as TRITON_CARDS
 from lsm_jax.ops.backends.registry import Backend, Call, register
 from lsm_jax.ops.core.platforms import compute_capabilities
-from lsm_jax.ops.core.segments import finish_output, select
+from lsm_jax.ops.core.segments import cut_into_chunks, finish_output, select
 from lsm_jax.ops.core.states import LinearState
+from lsm_jax.ops.linear import stabilized
 from lsm_jax.ops.linear.writes import apart
 from lsm_jax.ops.linear.xla import by_xla
 from pallas_kernels.requirements import Requirement
@@ -101,6 +102,43 @@ def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
     return finish_output(tokens, output), LinearState(memory, None, None, tokens.last_id)
 
 
+def run_stabilized(call: Call) -> tuple[jax.Array, LinearState]:
+    """Compute `linear_memory` with exponential input gates and a normaliser (mLSTM) by Hopper's exact scans: return the output [B, T, H, V] and the
+    state after the last token. XLA computes the stabiliser.
+    """
+    from pallas_kernels.linear_attention.stabilized import Initial, stabilized_attention
+
+    given, options = call.arguments, call.options
+    q, k, v, state = (given[n] for n in ("q", "k", "v", "state"))
+    tokens = memory_kernels.tokens_of(given)
+    gate = select(tokens.written, given["log_input_gate"].astype(jnp.float32))
+    if tokens.written is not None:
+        gate = jnp.where(tokens.written[..., None], gate, stabilized.NEVER)
+    log_decay = given["log_decay"]
+    if given["constant_log_decay"] is not None:
+        log_decay = given["constant_log_decay"]
+    if log_decay is None:
+        log_decay = jnp.zeros((), jnp.float32)
+    log_decay = jnp.broadcast_to(log_decay.astype(jnp.float32), gate.shape)
+    log_decay = select(tokens.written, log_decay)
+    chunks = cut_into_chunks(tokens, call.length, _CHUNK, None)
+    before = Initial(*(x.astype(jnp.float32) for x in state[:3]))
+    m, final = stabilized.stabilizers(log_decay, gate, before.stabilizer, chunks)
+    output, memory, normalizer = stabilized_attention(
+        select(tokens.real, q), select(tokens.written, k), select(tokens.written, v), log_decay, gate, m,
+        initial=None if options.fresh else before, run=tokens.run, scale=options.scale, eps=options.normalize,
+        exact=options.exact,
+    )  # fmt: skip
+    state = LinearState(memory, normalizer, final, tokens.last_id)
+    return finish_output(tokens, output), state
+
+
+def _unsupported_stabilized(call: Call) -> str | None:
+    from pallas_kernels.linear_attention.stabilized import unsupported
+
+    return unsupported(*(call.arguments[n] for n in "qkv"))
+
+
 def _kernel(name: str, requirements: tuple[Requirement, ...], **fields: Any) -> Backend:
     """Return the backend of the fused kernel called `name`, with the requirements that its platform has besides the op's."""
     run = functools.partial(run_kernel, name)
@@ -115,6 +153,27 @@ def _kernel(name: str, requirements: tuple[Requirement, ...], **fields: Any) -> 
 
 HOPPER = _kernel(
     "mosaic_gpu", memory_kernels.HOPPER, platforms=("cuda",), compute_capabilities=("9.0",)
+)
+_CHUNK = 64  # tokens of a chunk, whose stabilisers are computed by a matrix
+STABILIZED = Backend(
+    name="mosaic_gpu",
+    run=run_stabilized,
+    requirements=(
+        *memory_kernels.HOPPER,
+        Requirement(
+            "log_input_gate with normalize and one state per row",
+            lambda call: (
+                call.options.normalize is not None and call.arguments["state"].memory.ndim == 4
+            ),
+            lambda call: f"{call.arguments['state'].memory.shape[1]} states per row",
+        ),
+    ),
+    more=_unsupported_stabilized,
+    platforms=("cuda",),
+    compute_capabilities=("9.0",),
+    automatic=False,  # no card has run it
+    concerns=lambda call: call.arguments.get("log_input_gate") is not None,
+    label="mosaic_gpu, exact scans",
 )
 TPU = _kernel("mosaic_tpu", memory_kernels.TPU, platforms=("tpu",), automatic=False)
 TRITON = _kernel("triton", memory_kernels.TRITON, **TRITON_CARDS)
@@ -158,6 +217,7 @@ register(
     one_token.decode_backend(run_xla, without=_NOT_ONE_TOKEN, stacked_only=True),
     TRITON_FOR_FEW,
     HOPPER,
+    STABILIZED,
     TPU,
     one_token.decode_backend(run_xla, name="triton", without=_NOT_ONE_TOKEN, stacked_only=True),
     TRITON,

@@ -93,41 +93,12 @@ def by_chunk(
         [B, N, C, G]; the final memory; and the final stabiliser.
     """
 
-    def by_head(x):  # [B, N, C, G, ..., *] -> [B, N, G, ..., C, *]
-        x = jnp.moveaxis(chunks.split(x), 2, 3)
-        return x if x.ndim < 6 else jnp.moveaxis(x, 3, -2)
-
     live = chunks.split(written)[:, :, None]  # empty places do not write either
-    x = jax.tree.map(by_head, x)
+    x = jax.tree.map(lambda x: _by_head(x, chunks), x)
     gate = jnp.where(live, x.gate, NEVER)
-    same, enters, stays = run_masks(chunks)
-    allowed = jnp.tri(chunks.size, dtype=bool)
-    halving = halve(x.decay[..., None])
-    prefix, suffix, total = halving.prefix[..., 0], halving.suffix[..., 0], halving.total[..., 0]
-    top = gate  # the candidates for the stabiliser
-    if chunks.run is not None:
-        allowed = allowed & same[:, :, None]
-        prefix = jnp.where(enters[:, :, None], prefix, NEVER)
-        suffix = jnp.where(stays[:, :, None], suffix, NEVER)
-        total = jnp.where(enters[:, :, None, -1], total, NEVER)
-        top = jnp.where(_begins(chunks.run)[:, :, None], jnp.maximum(gate, x.decay), gate)
-    between = jnp.where(allowed, pairwise_log_decay(halving), NEVER)
-
-    # The stabiliser that each chunk starts from, then that of each row.
-    highest = _largest(suffix + top)
-    if form == "chunk":
-        entering_m, stabilizer = fold_chunks(
-            jnp.add, jnp.add, total, highest, stabilizer, chunks, add=jnp.maximum
-        )
-    else:
-        entering_m, stabilizer = associate_chunks(
-            jnp.add, jnp.add, total, highest, stabilizer, chunks, add=jnp.maximum, zero=NEVER
-        )
-    leaving_m = jnp.maximum(total + entering_m, highest)
-    if chunks.slot is None:  # equal to the bit to what the next chunk starts from
-        leaving_m = jnp.concatenate([entering_m[:, 1:], stabilizer[:, None]], axis=1)
-    m = _largest(between + top[..., None, :])
-    m = jnp.maximum(prefix + entering_m[..., None], m)
+    decays = _decays(x.decay, gate, chunks)
+    entering_m, leaving_m, m, stabilizer = _stabilizers(decays, stabilizer, chunks, form)
+    allowed, prefix, suffix, total, between, _, _ = decays
 
     scores = jnp.einsum("bngrik,bngjk->bngrij", x.q, x.k, precision=precision)
     scores = jnp.where(allowed[..., None, :, :], scores, 0)
@@ -143,6 +114,85 @@ def by_chunk(
     entering, memory = _apply(form, kept, write, memory, chunks)
     output = output + jnp.einsum("bngrck,bngkv->bngrcv", read, entering, precision=precision)
     return jnp.moveaxis(output, -2, 2), jnp.moveaxis(m, -1, 2), memory, stabilizer
+
+
+def stabilizers(decay: Array, gate: Array, initial: Array, chunks: Chunks) -> tuple[Array, Array]:
+    """Return the stabilisers m of all tokens [B, T, G], and the final one [B, G], by an associative scan over chunks.
+
+    `decay` and `gate` [B, T, G] are the logarithms of the decay and of the input gate, 0 and `NEVER` at tokens that write nothing, and `initial`
+    [B, G] is the stabiliser before the first token. `chunks` is a layout of tokens in their order.
+    """
+    length = gate.shape[1]
+    real = chunks.split(jnp.ones(gate.shape[:2], bool))[:, :, None]
+    decay, gate = (_by_head(x, chunks) for x in (decay, gate))
+    decays = _decays(decay, jnp.where(real, gate, NEVER), chunks)
+    _, _, m, final = _stabilizers(decays, initial, chunks, "associative")
+    return chunks.join(jnp.moveaxis(m, -1, 2), length), final
+
+
+class _Decays(NamedTuple):
+    """The log decays of chunks [B, N, G, ...], and the candidates for the stabiliser.
+
+    Attributes:
+        allowed: [C, C] or [B, N, 1, C, C], whether token i reads token j.
+        prefix: [B, N, G, C], of the memory before the chunk at each token.
+        suffix: [B, N, G, C], of each token's write after the chunk.
+        total: [B, N, G], of the memory before the chunk after it.
+        between: [B, N, G, C, C], of token j's write at token i.
+        top: [B, N, G, C], the candidate of each token.
+        highest: [B, N, G], that of the chunk's tokens after it.
+    """
+
+    allowed: Array
+    prefix: Array
+    suffix: Array
+    total: Array
+    between: Array
+    top: Array
+    highest: Array
+
+
+def _by_head(x: Array, chunks: Chunks) -> Array:
+    """Return x [B, T, G, ..., *] in chunks by head, [B, N, G, ..., C, *]."""
+    x = jnp.moveaxis(chunks.split(x), 2, 3)
+    return x if x.ndim < 6 else jnp.moveaxis(x, 3, -2)
+
+
+def _decays(decay: Array, gate: Array, chunks: Chunks) -> _Decays:
+    """Return what log decays and log input gates [B, N, G, C] of chunks add up to."""
+    same, enters, stays = run_masks(chunks)
+    allowed = jnp.tri(chunks.size, dtype=bool)
+    halving = halve(decay[..., None])
+    prefix, suffix, total = halving.prefix[..., 0], halving.suffix[..., 0], halving.total[..., 0]
+    top = gate  # the candidates for the stabiliser
+    if chunks.run is not None:
+        allowed = allowed & same[:, :, None]
+        prefix = jnp.where(enters[:, :, None], prefix, NEVER)
+        suffix = jnp.where(stays[:, :, None], suffix, NEVER)
+        total = jnp.where(enters[:, :, None, -1], total, NEVER)
+        top = jnp.where(_begins(chunks.run)[:, :, None], jnp.maximum(gate, decay), gate)
+    between = jnp.where(allowed, pairwise_log_decay(halving), NEVER)
+    return _Decays(allowed, prefix, suffix, total, between, top, _largest(suffix + top))
+
+
+def _stabilizers(
+    decays: _Decays, initial: Array, chunks: Chunks, form: str
+) -> tuple[Array, Array, Array, Array]:
+    """Return the stabiliser that each chunk starts from and the one after it [B, N, G], that of each token [B, N, G, C], and the final one."""
+    total, highest = decays.total, decays.highest
+    if form == "chunk":
+        entering, final = fold_chunks(
+            jnp.add, jnp.add, total, highest, initial, chunks, add=jnp.maximum
+        )
+    else:
+        entering, final = associate_chunks(
+            jnp.add, jnp.add, total, highest, initial, chunks, add=jnp.maximum, zero=NEVER
+        )
+    leaving = jnp.maximum(total + entering, highest)
+    if chunks.slot is None:  # equal to the bit to what the next chunk starts from
+        leaving = jnp.concatenate([entering[:, 1:], final[:, None]], axis=1)
+    m = _largest(decays.between + decays.top[..., None, :])
+    return entering, leaving, jnp.maximum(decays.prefix + entering[..., None], m), final
 
 
 def _apply(form: str, kept: Array, write: Array, memory: Array, chunks: Chunks) -> Any:

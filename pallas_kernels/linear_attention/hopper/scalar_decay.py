@@ -40,12 +40,15 @@ from pallas_kernels.linear_attention.hopper.scalar_scan import (
 )
 from pallas_kernels.memory_calls import NO_BONUS, in_bfloat16, key_dims, value_dims
 
-__all__ = ["CHUNK", "FROM_ZERO", "REQUIREMENTS", "Residuals", "backward", "forward"]
+__all__ = [
+    "CHUNK", "FROM_ZERO", "REQUIREMENTS", "SIZES", "Residuals", "backward", "chunk_decays", "forward", "interval_ends", "rows_decay_gradient",
+]  # fmt: skip
 
 FROM_ZERO = True
 """Whether `forward` accepts an `initial` of None, and `backward` a `d_final` of None, which are zeros that nobody stores."""
 
-_SIZES = (64, 128, 256, 512)  # K and V
+SIZES = 64, 128, 256, 512
+"""The accepted numbers of key and of value channels."""
 _F32 = jnp.float32
 PAIRED = True
 """Whether two heads of 64 value channels that share q and k are computed by one thread block, where there are factors of writes and skips."""
@@ -63,8 +66,8 @@ of two scans, or with no derivative of one, and rows begin with an empty memory.
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
-    key_dims(*_SIZES),
-    value_dims(*_SIZES),
+    key_dims(*SIZES),
+    value_dims(*SIZES),
 )
 
 
@@ -106,7 +109,7 @@ def forward(
     at_once = FEW_LAUNCHES in ("automatic", "chunks") and v.shape[3] == scalar_chunks.CHANNELS
     by_chunks = few and save and at_once
     if not few:
-        decay = _chunk_decays(log_decay, run, v.shape, parts, log_write, interpret)
+        decay = chunk_decays(log_decay, run, v.shape, parts, log_write, interpret)
     q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
     scan = functools.partial(
         scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, rank=rank, interpret=interpret, paired=paired,
@@ -192,8 +195,8 @@ def backward(
         )
         d_decay = None
         if decay_gradient:
-            at_end = _interval_ends(products_at_end(), products, chunk_bounds)
-            d_decay = _decay_gradient(q_dots - k_dots, at_end, decay.run)
+            at_end = interval_ends(products_at_end(), products, chunk_bounds)
+            d_decay = rows_decay_gradient(q_dots - k_dots, at_end, decay.run)
             d_decay = d_decay.reshape(batch, length, memories)
         d_writes = _write_gradients(k_dots, skip_dots, (batch, parts, length))
         return (
@@ -245,10 +248,10 @@ def backward(
         if decay.log_decay is not None and d_ends is None:
             d_decay = sum_decay_gradient(q_dots, k_dots, products, interpret=interpret)
         else:
-            at_end = _interval_ends(products_at_end(), jnp.sum(products, (2, -1)), chunk_bounds)
+            at_end = interval_ends(products_at_end(), jnp.sum(products, (2, -1)), chunk_bounds)
             rows = jnp.sum(q_dots - k_dots, axis=2)
             rows, at_end = (row_layout.sum_heads(x, memories, axis=1) for x in (rows, at_end))
-            d_decay = _decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
+            d_decay = rows_decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
     d_writes: tuple[jax.Array, ...] = ()
     if skip is not None:
         v_dots, skip_dots = of_v
@@ -285,7 +288,7 @@ def _by_head(skip, heads: int):
     return None if skip is None else jnp.repeat(skip.astype(_F32), heads // skip.shape[0])
 
 
-def _chunk_decays(log_decay, run, shape, parts: int, log_write, interpret: Any) -> Decays:
+def chunk_decays(log_decay, run, shape, parts: int, log_write, interpret: Any) -> Decays:
     """Return the decays that the scan multiplies by, of each token and each chunk, as `Decays`.
 
     They are computed from log_decay [B, T, G] (or None), the document numbers run [B, T] (or None) and the logarithms of the factors of
@@ -337,7 +340,7 @@ def _chunk_decays(log_decay, run, shape, parts: int, log_write, interpret: Any) 
     )  # fmt: skip
 
 
-def _interval_ends(at_end, products, chunk_bounds):
+def interval_ends(at_end, products, chunk_bounds):
     """Return, for each interval of a few consecutive chunks, the inner product of the memory after the interval with the gradient
     of that memory, [B, heads, intervals].
 
@@ -359,7 +362,7 @@ def _interval_ends(at_end, products, chunk_bounds):
     return jnp.where(jnp.any(last, 1)[:, None], jnp.sum(at_end, 1), later)
 
 
-def _decay_gradient(rows, at_end, run):
+def rows_decay_gradient(rows, at_end, run):
     """Return the gradient of the scalar log decay, [B, T, G], from inner products of inputs with their gradients.
 
     An interval is a few chunks. The gradient is the sum of `rows` from each token to the end of its interval and document, plus

@@ -28,6 +28,8 @@ class Decays(NamedTuple):
         write_cum: [B * P, G, T / P], `cum` minus the logarithm of the factor of each token's write, which `write_decay` contains; None is
             `cum`: all factors are 1.
         log_decay: [B, T, G], the log decays themselves, if the scan computes the sums; then all other arrays are None.
+        cum_low: [B * P, G, T / P], what is to be added to `cum`, for exact scans (`exact_decays`); None is 0.
+        write_cum_low: [B * P, G, T / P], the same for `write_cum`.
     """
 
     cum: jax.Array | None
@@ -37,6 +39,8 @@ class Decays(NamedTuple):
     run: jax.Array | None
     write_cum: jax.Array | None = None
     log_decay: jax.Array | None = None
+    cum_low: jax.Array | None = None
+    write_cum_low: jax.Array | None = None
 
     @property
     def stored_by_scan(self) -> bool:
@@ -92,6 +96,7 @@ class Call(NamedTuple):
         read_scale: the factor by which what tokens read is multiplied.
         write_scale: the factor by which writes are multiplied.
         rank: number of consecutive rows that are one token.
+        exact: whether weights, memories and decayed writes are sums of two terms of bfloat16.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
@@ -111,6 +116,7 @@ class Call(NamedTuple):
     read_scale: float
     write_scale: float
     rank: int
+    exact: bool
     interpret: Any
 
     @property

@@ -28,10 +28,16 @@ def token_weights(chunk, reverse: bool, scale: float, rank: int = 1):
         reads &= wg.row_differences(chunk["run"], SQUARE) == 0
     if "cum" not in chunk:
         return jnp.where(reads, scale, 0.0)
-    read, written = chunk["cum"], chunk.get("write_cum", chunk["cum"])
-    if reverse:
-        read, written = written, read
-    sums = wg.row_differences(read, SQUARE, written)
+
+    def differences(cum: str, write_cum: str):
+        read, written = chunk[cum], chunk.get(write_cum, chunk[cum])
+        if reverse:
+            read, written = written, read
+        return wg.row_differences(read, SQUARE, written)
+
+    sums = differences("cum", "write_cum")
+    if "cum_low" in chunk:
+        sums += differences("cum_low", "write_cum_low")
     return jnp.exp(jnp.where(reads, -sums if reverse else sums, wg.NEVER)) * scale
 
 
