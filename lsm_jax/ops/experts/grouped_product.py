@@ -50,16 +50,21 @@ def grouped_product(
     """
     op = "grouped_product"
     check_implementation(op, implementation)
-    if len(x) % multiple:
-        raise ValueError(
-            f"{op}: x has {len(x)} rows; accepted are multiples of multiple={multiple}"
-        )
+    check_multiple(op, x, multiple)
     arguments = dict(x=x, kernels=kernels, sizes=sizes)
     selection = select(Call(op, Options(multiple), arguments, implementation))
     if selection.only("xla"):  # differentiated by jax
         return _xla_product(x, kernels, sizes)
     with jax.named_scope(op):
         return _product(selection, x, kernels, sizes)
+
+
+def check_multiple(op: str, x: jax.Array, multiple: int) -> None:
+    """Raise ValueError unless `multiple` divides the number of rows of x."""
+    if len(x) % multiple:
+        raise ValueError(
+            f"{op}: x has {len(x)} rows; accepted are multiples of multiple={multiple}"
+        )
 
 
 def supports_segments(x: jax.Array, kernels: jax.Array) -> bool:

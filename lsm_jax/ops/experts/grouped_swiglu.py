@@ -19,6 +19,7 @@ from lsm_jax.ops.experts.grouped_product import (
     REQUIREMENTS,
     Options,
     blocks_of_rows,
+    check_multiple,
     grouped_product,
     kernel_product,
     kernel_sums,
@@ -62,10 +63,7 @@ def grouped_swiglu(
     """
     op = "grouped_swiglu"
     check_implementation(op, implementation)
-    if len(x) % multiple:
-        raise ValueError(
-            f"{op}: x has {len(x)} rows; accepted are multiples of multiple={multiple}"
-        )
+    check_multiple(op, x, multiple)
     check_shapes(op, x, gate_up, down, row_weight)
     # `down` has the name by which the requirements of grouped products know it.
     arguments = dict(x=x, gate_up=gate_up, kernels=down, sizes=sizes, row_weight=row_weight)

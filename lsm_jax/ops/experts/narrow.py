@@ -30,6 +30,7 @@ from lsm_jax.ops.experts.grouped_product import (
     REQUIREMENTS,
     Options,
     blocks_of_rows,
+    check_multiple,
     kernel_sums,
 )
 from lsm_jax.ops.experts.grouped_swiglu import check_shapes, weighted_swiglu
@@ -137,9 +138,7 @@ class NarrowBackend(Backend):
 def _call(op, options, arrays):
     multiple, save_matrices, implementation = options
     check_implementation(op, implementation)
-    rows = len(arrays[0])
-    if rows % multiple:
-        raise ValueError(f"{op}: x has {rows} rows; accepted are multiples of multiple={multiple}")
+    check_multiple(op, arrays[0], multiple)
     names = ("x", "kernels", "sizes")
     if len(arrays) > 3:  # `down` has the name by which the requirements of grouped products know it
         names = ("x", "gate_up", "kernels", "sizes", "row_weight")
