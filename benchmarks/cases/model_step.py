@@ -5,7 +5,8 @@
 A row for each variant and length: tokens/s at equal tokens per step (`--tokens`), whatever the length of a row, of forward, backward, optimizer and checks,
 with bfloat16 activations and float32 parameters. Each program is traced and compiled in a process of its own, side by side (`--workers`). Then they are timed
 one after another, while nothing compiles: the median over 5 batches of 2 steps, or fewer of slow steps. The rows also have the seconds and CPU seconds of
-tracing and compiling beside the others. `--profile DIR` writes the device times of a step's instructions, one file for each row. `--implementations` names
+tracing and compiling beside the others. `--profile DIR` writes the device times of a step's instructions, one file for each row, and gives the row their sums by
+category (`categories`, in milliseconds). `--implementations` names
 backends of the mixers' ops, `--unit_length xla` leaves the unit length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms
 and of the products behind mixers' norms (`stream` and `product` compute one of the two by a kernel, `backward` both gradients, and sums with their norms by
 XLA), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it was fused (other words leave out one part), `--pairs apart`
@@ -54,6 +55,7 @@ from lsm_jax.models.config import MATMUL, REMAT
 from lsm_jax.models.counts import flops_per_token
 from lsm_jax.parallel import make_mesh, token_sharding
 from lsm_jax.training import make_program
+from lsm_jax.training.device_times import CATEGORIES
 
 BENCHMARK = Benchmark(
     name="model_step",
@@ -189,8 +191,13 @@ def time_steps(
         path = Path(case["profile"])
         path /= f"{case['variant']}-{shape[1]}-{case['remat']}.jsonl"
         path.unlink(missing_ok=True)
-        for instruction in by_kernel(once, step.as_text()):
+        instructions = by_kernel(once, step.as_text())
+        for instruction in instructions:
             append_row(path, instruction)
+        row["categories"] = {
+            name: round(sum(i["milliseconds"] for i in instructions if i["category"] == name), 2)
+            for name in CATEGORIES
+        }
 
 
 def serve(case: dict[str, Any]) -> None:
