@@ -16,12 +16,14 @@ from lsm_jax.mixers import mamba2, normed_product
 from lsm_jax.mixers import rwkv7 as rwkv7_mixer
 from lsm_jax.mixers.layers import recomputed
 from lsm_jax.models import block, decoder, unstack
+from lsm_jax.models import config as config_of_models
 from lsm_jax.ops.convolution import backends as convolution
 from lsm_jax.ops.rwkv7 import backends as rwkv7
 from lsm_jax.training import TrainConfig
 from pallas_kernels.delta_rule.hopper import chunk_backward as delta_chunks
 from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_scan
 
+MATMUL = (*config_of_models.MATMUL, "fp8_head")  # fp8_head: the head in FP8, too
 RWKV7_PARTS = ("before", "forward", "rows", "squares", "values")  # what `leave_out` knows
 
 
@@ -34,7 +36,9 @@ def apply(case: dict[str, Any], config: TrainConfig) -> None:
     """
     config.model.vocab_size, config.model.remat = case["vocab_size"], case["remat"]
     config.model.unroll_layers = case.get("unrolled")
-    config.model.matmul = case.get("matmul", "default")
+    matmul = case.get("matmul", "default")
+    config.model.matmul = matmul.removesuffix("_head")
+    config.model.head_matmul = "fp8" if matmul == "fp8_head" else "default"
     if name := case.get("implementation"):
         use_implementation(config, name)
     set_fields(config, case.get("mixer", ""))

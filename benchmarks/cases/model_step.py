@@ -51,7 +51,7 @@ from benchmarks.run import log
 from benchmarks.timing import alone, append_row, program_bytes, provenance
 from configs import lm
 from lsm_jax import ops
-from lsm_jax.models.config import MATMUL, REMAT
+from lsm_jax.models.config import REMAT
 from lsm_jax.models.counts import flops_per_token
 from lsm_jax.parallel import make_mesh, token_sharding
 from lsm_jax.training import make_program
@@ -260,8 +260,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="yes: layers compiled one after the other; no: a loop over layers; auto: as training does by default; no,yes: both",
     )  # fmt: skip
     parser.add_argument(
-        "--matmul", type=options.names(MATMUL), default="default",
-        help="how dense layers multiply; default,fp8: both",
+        "--matmul", type=options.names(choices.MATMUL), default="default",
+        help="how dense layers multiply; fp8_head: the head in FP8, too, which no peer has; default,fp8: both",
     )  # fmt: skip
     parser.add_argument(
         "--implementations", type=options.words, default="automatic",
@@ -333,6 +333,8 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         )
     if args.batch_steps < 1:
         raise UsageError(f"--batch_steps {args.batch_steps}: accepted are integers from 1")
+    if "jla" in args.peers and "fp8_head" in args.matmul:
+        raise UsageError("--matmul fp8_head: the models of --peers jla have default or fp8")
     if "jla" in args.peers and not args.jla_remat:
         raise UsageError("--jla_remat: accepted are policies such as none,dots, at least one")
     named = {jla_trainer.name_of(dict(variant=v, mixer=args.mixer)) for v in args.variants}

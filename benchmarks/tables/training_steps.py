@@ -234,7 +234,7 @@ def _in_fp8(rows: list[Row]) -> list[tuple[Row, Row]]:
     return [
         (plain, row)
         for row in rows
-        if row.get("matmul") == "fp8"
+        if "matmul" in row
         for plain in rows
         if "matmul" not in plain and all(plain[n] == row[n] for n in same)
     ]
@@ -316,6 +316,7 @@ TABLES = [
         ("model_step.jsonl",),
         (
             Column("model", lambda pair: f"`{pair[0]['variant']}`"),
+            Column("head", lambda pair: "FP8" if pair[1]["matmul"] == "fp8_head" else "bfloat16"),
             *(
                 Column(
                     f"10³ tokens/s, {name}",
