@@ -6,7 +6,7 @@ A row for each variant and length: tokens/s at equal tokens per step (`--tokens`
 with bfloat16 activations and float32 parameters. Each program is traced and compiled in a process of its own, side by side (`--workers`). Then they are timed
 one after another, while nothing compiles: the median over 5 batches of 2 steps, or fewer of slow steps. The rows also have the seconds and CPU seconds of
 tracing and compiling beside the others. `--profile DIR` writes the device times of a step's instructions, one file for each row, and gives the row their sums by
-category (`categories`, in milliseconds). `--implementations` names
+category (`categories`, in milliseconds), without command buffers. `--implementations` names
 backends of the mixers' ops, `--unit_length xla` leaves the unit length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms
 and of the products behind mixers' norms (`stream` and `product` compute one of the two by a kernel, `backward` both gradients, and sums with their norms by
 XLA), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it was fused (other words leave out one part), `--pairs apart`
@@ -109,7 +109,12 @@ class Measurement:
             return
         command = [sys.executable, "-m", "benchmarks.cases.model_step", json.dumps(self.case)]
         pipe = subprocess.PIPE
-        self._process: Any = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe)
+        flags = os.environ.get("XLA_FLAGS", "")
+        if self.case["profile"]:  # in a command buffer all kernels have its name
+            flags = f"{flags} --xla_gpu_enable_command_buffer=".strip()
+        self._process: Any = subprocess.Popen(
+            command, text=True, stdin=pipe, stdout=pipe, env=os.environ | {"XLA_FLAGS": flags}
+        )
         self.ready = self._line() == "ready"
 
     def row(self) -> dict[str, Any]:
