@@ -333,6 +333,7 @@ TABLES = [
         ),
         where=lambda row: (
             row.get("remat") == "dots_and_states"
+            and not row["xla_flags"]
             and not (_PARTS - {"matmul"}) & set(row)
             and "peer" not in row
         ),
