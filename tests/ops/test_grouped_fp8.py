@@ -230,6 +230,15 @@ def test_scales_are_the_smallest_powers_of_two_that_fit(most):
         assert most == 0 or most > scale / 2 * largest or scale <= 2e-38
 
 
+def test_xla_may_not_drop_the_rounding():
+    """Compiled for a GPU, a conversion to 8 bits and back is dropped unless a barrier is between both."""
+    x, kernels, _, sizes = products.make_arrays(*GATED_ON_HOPPER)
+    run = jax.jit(functools.partial(grouped_product_fp8, sizes=sizes, implementation="xla"))
+    text = run.trace(x, kernels).lower(lowering_platforms=("cuda",)).as_text()
+    (barrier,) = [line for line in text.splitlines() if "optimization_barrier" in line]
+    assert barrier.count("f8E4M3FN") == 2, barrier
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("weighted", [True, False])
 def test_the_kernels_equal_xla(weighted):

@@ -187,6 +187,8 @@ def _product(x: Scaled, kernels: Scaled, sizes: jax.Array, dtype: DTypeLike, tra
     """Return the products of groups of rows x [N, D] with matrices [E, D, F], or [E, F, D] if `transposed`, [N, F] in `dtype`."""
 
     def multiply(wide, *arrays):
+        # Without a barrier XLA joins both conversions on a GPU, and multiplies numbers that were not rounded.
+        arrays = jax.lax.optimization_barrier(arrays)
         x, kernels = (a.astype(wide) * s.astype(wide) for a, s in zip(*arrays, strict=True))
         kernels = jnp.swapaxes(kernels, 1, 2) if transposed else kernels
         y = jax.lax.ragged_dot(
