@@ -16,7 +16,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from benchmarks.tables import TABLES, evidence
+from benchmarks.tables import TABLES, evidence, step_profile
 from benchmarks.tables.table import Row, group
 from scripts.draw_figures import DARK, LIGHT, Mode, new_figure, save
 
@@ -119,6 +119,30 @@ def draw_lengths(mode: Mode, rows: list[Row]) -> Figure:
     axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, labelcolor=mode.ink, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), handlelength=3.5)  # fmt: skip
+    return figure
+
+
+def draw_step_profile(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the time of a training step of each model by category, of release 0.1 above the newest one."""
+    pairs = step_profile.lines(rows)
+    figure = new_figure(8.0, 0.8 + 0.5 * len(pairs))
+    axes = axes_of(figure, mode, "ms of a step on one NVIDIA H200; the upper bar is of release 0.1")
+    parts = [*step_profile.CATEGORIES, "rest"]
+    colours = (mode.accent, mode.second, *(colormaps["tab10"](n) for n in (2, 1)), mode.faint)
+    for place, pair in enumerate(pairs):
+        for row, at, alpha in zip(pair, (place - 0.2, place + 0.2), (0.55, 1.0), strict=True):
+            if row is None:
+                continue
+            start = 0.0
+            for part, colour in zip(parts, colours, strict=True):
+                spent = step_profile.left(row) if part == "rest" else row["categories"].get(part, 0)
+                axes.barh(at, spent, 0.36, left=start, color=colour, alpha=alpha)
+                start += spent
+    for part, colour in zip(parts, colours, strict=True):
+        axes.barh(0, 0, color=colour, label=step_profile.CATEGORIES.get(part, "between kernels"))
+    axes.set_yticks(range(len(pairs)), [after["variant"] for _, after in pairs])
+    axes.invert_yaxis()
+    axes.legend(frameon=False, labelcolor=mode.ink, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))  # fmt: skip
     return figure
 
 
@@ -319,6 +343,7 @@ PLOTS: dict[str, tuple[str, Callable[[Mode, list[Row]], Figure]]] = {
     "kernels": ("kernels", draw_kernels),
     "training_steps": ("model_step", draw_steps),
     "training_lengths": ("model_step", draw_lengths),
+    "step_profile": ("model_step_profile", draw_step_profile),
     "methods": ("methods", draw_methods),
     "decoding": ("decode_step_models", draw_decoding),
     "long_rows": ("cut_rows", draw_long_rows),

@@ -195,49 +195,60 @@ def _mfu(row: Row) -> float:
 
 
 def stands_beside_fla(row: Row) -> bool:
-    """Return whether a row is of our training step that stands beside flash-linear-attention's: with rematerialisation "dots", or
-    "dots_and_states" at 1.3B, where both were measured in one run."""
-    if "peer" in row or not row["variant"].endswith("-1.3b"):
-        return "peer" not in row and is_step(row)
-    return row.get("remat") == "dots_and_states" and not row["xla_flags"] and not _PARTS & set(row)
+    """Return whether a row is of our training step that can stand beside flash-linear-attention's: without variants, with rematerialisation
+    "dots_and_states", or "dots" at 340M."""
+    policies = (
+        {"dots_and_states"} if row["variant"].endswith("-1.3b") else {"dots_and_states", "dots"}
+    )
+    return "peer" not in row and any(is_step(row, remat=remat) for remat in policies)
 
 
 def _beside_fla(rows: list[Row]) -> list[tuple[Row | None, Row | None]]:
-    """Return, for each variant and length of a row, (our stored training row, flash-linear-attention's)."""
-    stored = {(row["variant"], row["length"], "peer" in row): row for row in rows}
-    pairs = [
-        (stored.get((variant, length, False)), stored.get((variant, length, True)))
-        for variant in PEER_VARIANTS
-        for length in LENGTHS
-    ]
-    return [pair for pair in pairs if any(pair)]
+    """Return, for each variant and length of a row, (our stored training row, flash-linear-attention's): ours with "dots_and_states" of
+    the peer's newest commit, or otherwise the newest of each, at 340M with "dots"."""
+    pairs: list[tuple[Row | None, Row | None]] = []
+    for variant in PEER_VARIANTS:
+        for length in LENGTHS:
+            of = [row for row in rows if (row["variant"], row["length"]) == (variant, length)]
+            theirs = next((row for row in reversed(of) if "peer" in row), None)
+            states = {row["commit"]: row for row in of if row.get("remat") == "dots_and_states"}
+            others = states.values() if variant.endswith("-1.3b") else [row for row in of if row.get("remat") == "dots"]  # fmt: skip
+            ours = states.get(theirs["commit"]) if theirs else None
+            ours = ours or next(reversed([*others]), None)
+            if ours or theirs:
+                pairs.append((ours, theirs))
+    return pairs
 
 
 def _beside_jla(rows: list[Row]) -> list[tuple[Row, Row]]:
     """Return, for each model and kind of products, (our training step, jax-linear-attention's of the same commit), of each the fastest of
-    the policies that were timed: of rows of several commits, those of the peer's newest."""
+    the policies that were timed: of several commits, those of the one in which the peer was fastest."""
     same = ("variant", "rows", "length", "commit", "matmul", "mixer")
-    newest_of: dict[tuple, tuple[Row, Row]] = {}
+    pairs: dict[tuple, tuple[Row, Row]] = {}
     for of_commit in group(rows, lambda row: tuple(map(row.get, same))).values():
         both = [
             [r for r in of_commit if (r.get("peer") == "jla") is theirs] for theirs in (False, True)
         ]
         if all(both):
-            pair = tuple(max(found, key=lambda r: r["tokens_per_second"]) for found in both)
-            newest_of[tuple(pair[0].get(n) for n in same if n != "commit")] = pair
-    return list(newest_of.values())
+            ours, theirs = (max(found, key=lambda r: r["tokens_per_second"]) for found in both)
+            model = tuple(ours.get(n) for n in same if n != "commit")
+            before = pairs.get(model)
+            if before is None or before[1]["tokens_per_second"] < theirs["tokens_per_second"]:
+                pairs[model] = ours, theirs
+    return list(pairs.values())
 
 
 def _in_fp8(rows: list[Row]) -> list[tuple[Row, Row]]:
-    """Return, for each model, (its training step with products in bfloat16, with products in FP8) of one commit and rematerialisation."""
+    """Return, for each model and kind of products, the newest (training step with products in bfloat16, with products in FP8) of one commit
+    and rematerialisation."""
     same = ("variant", "rows", "length", "remat", "commit")
-    return [
-        (plain, row)
+    plain = {tuple(map(row.get, same)): row for row in rows if "matmul" not in row}
+    pairs = {
+        (row["variant"], row["matmul"]): (plain[found], row)
         for row in rows
-        if "matmul" in row
-        for plain in rows
-        if "matmul" not in plain and all(plain[n] == row[n] for n in same)
-    ]
+        if "matmul" in row and (found := tuple(map(row.get, same))) in plain
+    }
+    return list(pairs.values())
 
 
 def _jla_columns() -> tuple[Column, ...]:
@@ -419,7 +430,7 @@ TABLES = [
             row["variant"] in PEER_VARIANTS
             and ("fla_gradient_tokens_per_second" in row or stands_beside_fla(row))
         ),
-        key=_step_key,
+        key=lambda row: (*_step_key(row), row.get("remat"), row["commit"]),
         lines=_beside_fla,
         not_run="requires an NVIDIA GPU and flash-linear-attention",
         command="python -m benchmarks model_step --variants gla-340m,gated_deltanet-340m,mamba2-340m --peers fla "

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.peers import jla_trainer
 from benchmarks.registry import UsageError
 from benchmarks.step_choices import set_fields
-from benchmarks.tables import TABLES
+from benchmarks.tables import TABLES, step_profile
 from benchmarks.tables.table import read_rows
 from benchmarks.tables.training_steps import (
     FLOPS,
@@ -47,8 +47,9 @@ def test_stored_counts_are_those_of_the_models():
     assert rows
     for row in rows:
         assert row["vocab_size"] == VOCAB_SIZE
-        count = counted(lm.get_config(row["variant"]).model, row["length"])
-        assert flops(row) == pytest.approx(count, rel=1e-3)
+        config = lm.get_config(row["variant"])
+        set_fields(config, row.get("mixer", ""))
+        assert flops(row) == pytest.approx(counted(config.model, row["length"]), rel=1e-3)
 
 
 def test_one_count_is_near_the_peers_own():
@@ -125,3 +126,35 @@ def test_a_table_has_the_fastest_policy_of_the_peer_and_no_other_mixer():
     states = own | dict(remat="dots_and_states")
     fp8 = TABLES["model_step_fp8"]
     assert fp8.where(states) and not fp8.where(states | heads)
+
+
+def test_a_table_has_the_run_in_which_the_peer_was_fastest():
+    own = dict(variant="kda-1.3b", rows=8, length=4096, tokens_per_second=59_000)
+    peer = dict(own, peer="jla", peer_remat="dots", tokens_per_second=45_000)
+    rows = [own | dict(commit="a"), peer | dict(commit="a")]
+    later = dict(commit="b", tokens_per_second=60_000)
+    rows += [own | later, peer | later | dict(peer_remat="none", tokens_per_second=40_000)]
+    ((ours, theirs),) = TABLES["model_step_jla"].lines(rows)
+    assert (ours["tokens_per_second"], theirs["tokens_per_second"]) == (59_000, 45_000)
+
+
+def test_a_table_has_our_step_of_flas_run():
+    own = dict(variant="gla-340m", length=2048, remat="dots")
+    states = own | dict(remat="dots_and_states")
+    peer = dict(variant="gla-340m", length=2048, peer="fla")
+    table = TABLES["model_step_fla"]
+    older = [states | dict(commit="a"), peer | dict(commit="b"), own | dict(commit="c")]
+    assert table.lines(older) == [(older[2], older[1])]
+    newer = [*older, states | dict(commit="d"), peer | dict(commit="d"), own | dict(commit="e")]
+    assert table.lines(newer) == [(newer[3], newer[4])]
+
+
+def test_times_by_category_stand_beside_those_of_the_release():
+    row = dict(variant="gla-340m", rows=16, length=2048, milliseconds=100.0, commit="release 0.1")
+    row["categories"] = {"matrix products": 50.0, "elementwise and reductions": 30.0}
+    now = row | dict(milliseconds=70.0, commit="a", remat="dots_and_states")
+    now["categories"] = {"matrix products": 50.0, "copies and fills": 2.5}
+    other = now | dict(variant="kda-340m")
+    pairs = step_profile.lines([row, now, other])
+    assert pairs == [(row, now), (None, other)]
+    assert step_profile.left(row) == 20 and step_profile.left(now) == 17.5
