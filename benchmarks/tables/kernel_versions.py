@@ -45,6 +45,26 @@ def _default(row: Row) -> list[float]:
 
 TABLES = [
     Table(
+        "kernels_mlstm",
+        ("kernels.jsonl",),
+        (
+            shape_column(),
+            pair("kernel", "kernel"),
+            pair("XLA", "xla"),
+            Column("XLA / kernel", lambda row: over_kernel(row, "xla")),
+            Column(
+                "largest error of a result or gradient",
+                lambda row: f"{max(row['kernel_errors']):.1e}",
+            ),
+            Column("the same, XLA", lambda row: f"{max(row['xla_errors']):.1e}"),
+            Column("commit", lambda row: row["commit"]),
+        ),
+        where=lambda row: row["op"] == "mlstm" and "xla" in row and is_plain(row),
+        key=lambda row: row["shape"],
+        not_run="requires an NVIDIA Hopper GPU",
+        command="python -m benchmarks kernels --ops mlstm --shapes 16x2048x4x128x256,8x4096x16x128 --xla --errors --output docs/kernels.jsonl",
+    ),
+    Table(
         "kernels_jla",
         ("kernels.jsonl",),
         (
