@@ -262,14 +262,17 @@ def measure_rates(
     )  # fmt: skip
 
 
+_OF_RATES = "factor", "rates", "short_tokens", "corpus", "rates_seconds", "tokens_per_second"
+
+
 def chosen_rates(rows: list[dict[str, Any]], models: Iterable[str], setting: Setting) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Return the row of `measure_rates` of each model: the newest with the setting's tokens in a row and rows in a step.
 
     Raises:
-        UsageError: a model has none.
+        UsageError: a model has none, or one that lacks a field.
     """
     found = {
-        row["model"]: row
+        row.get("model"): row
         for row in rows
         if row.get("kind") == "rates"
         and (row.get("length"), row.get("batch_size")) == (setting.length, setting.batch_size)
@@ -278,8 +281,10 @@ def chosen_rates(rows: list[dict[str, Any]], models: Iterable[str], setting: Set
         if model not in found:
             raise UsageError(
                 f"--rates: no row of {model} with {setting.batch_size} rows of {setting.length} tokens in a step; make it with "
-                f"--only_rates --models {model}; there are {', '.join(found) or 'none'}"
+                f"--only_rates --models {model}; there are {', '.join(map(str, found)) or 'none'}"
             )
+        if missing := [name for name in _OF_RATES if name not in found[model]]:
+            raise UsageError(f"--rates: the row of {model} lacks {', '.join(missing)}; accepted are rows of --only_rates")  # fmt: skip
     return found
 
 

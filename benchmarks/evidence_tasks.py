@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 import traceback
 from collections.abc import Callable
@@ -16,8 +17,13 @@ from benchmarks import evidence_recall
 from benchmarks.registry import UsageError
 from benchmarks.run import log
 from lsm_jax import evaluation, models
-from lsm_jax.data import NeedleConfig
-from lsm_jax.evaluation import HarnessConfig, Request
+from lsm_jax.data import DataConfig, NeedleConfig
+from lsm_jax.data.arguments import bos_id_of
+from lsm_jax.data.needle import NeedleTask
+from lsm_jax.data.sources import tokenizer_of
+from lsm_jax.data.store import TokenStore
+from lsm_jax.evaluation import HarnessConfig, Request, check_harness
+from lsm_jax.evaluation.harness import check_names
 
 if TYPE_CHECKING:
     from benchmarks.evidence import Setting
@@ -50,6 +56,55 @@ def request_of(task: str, setting: Setting) -> tuple[str, Request]:
         tasks=setting.harness, data=str(setting.corpus), max_length=setting.length, limit=setting.limit
     )  # fmt: skip
     return "lm_eval", Request(lm_eval=harness, batch_size=8)
+
+
+def check_inputs(setting: Setting, *, given_documents: int | None) -> None:
+    """Raise UsageError or ValueError, whose message names the option, if an evaluation's input is missing or wrong.
+
+    Args:
+        setting: the setting, whose corpus has a training and a held-out store.
+        given_documents: the number of long documents that the user asked for, which must be there; None takes those that are.
+    """
+    corpus, tasks = setting.corpus, set(setting.tasks)
+    if {"long", "needle"} & tasks and not (corpus / "long.zarr" / ".zarray").is_file():
+        raise UsageError(f"--corpus={corpus}: it has no long.zarr; --tasks=heldout requires none")
+    if "long" in tasks:
+        store = TokenStore(corpus / "long.zarr")
+        if setting.long_length > store.length:
+            raise UsageError(
+                f"--long_length={setting.long_length}: the rows of long.zarr have {store.length} tokens"
+            )
+        if given_documents is not None and given_documents > store.num_documents:
+            raise UsageError(
+                f"--long_documents={given_documents}: {corpus} has {store.num_documents} long documents; accepted are 1 to {store.num_documents}"
+            )
+    requests = {task: request_of(task, setting)[1] for task in setting.tasks}
+    for request in requests.values():
+        request.validate()
+    if "needle" in tasks:
+        data = DataConfig(path=str(corpus))
+        tokenizer = tokenizer_of(data)
+        task = NeedleTask(requests["needle"].needle, tokenizer, bos_id=bos_id_of(data, tokenizer))
+        if (least := min(setting.needle_lengths)) < task.shortest:
+            raise UsageError(
+                f"--needle_lengths={least}: with this tokenizer needle and question require at least {task.shortest} tokens"
+            )
+    if "harness" in tasks:
+        if importlib.util.find_spec("lm_eval") is None:
+            raise UsageError("--tasks=harness requires the extra [lm-eval]; accepted are other tasks")  # fmt: skip
+        try:
+            check_harness(requests["harness"].lm_eval)
+            check_names(requests["harness"].lm_eval)
+        except ValueError as error:
+            raise UsageError(f"--harness={setting.harness}: {error}") from error
+    if "recall" in tasks:
+        for name in evidence_recall.TASKS:
+            if not (corpus / "recall" / f"{name}.jsonl").is_file():
+                raise UsageError(
+                    f"--corpus={corpus}: it has no recall/{name}.jsonl; make it with python -m "
+                    f"lsm_jax.evaluation.recall_corpus --task={name} --out={corpus}"
+                )
+            evidence_recall.questions(corpus / "recall" / f"{name}.jsonl", setting.limit)
 
 
 def evaluate(task: str, run: Any, workdir: Path, setting: Setting) -> dict[str, Any]:

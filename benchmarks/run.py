@@ -33,11 +33,24 @@ def require_gpu(what: str) -> None:
 
 
 def read_rows(path: Path | None) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines, without a line that was cut short; none if there is no file."""
+    """Return the rows of a file of JSON lines, without a line that was cut short; none if there is no file.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is no JSON object.
+    """
     rows = []
-    for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+    try:
+        lines = path.read_text().splitlines() if path is not None and path.exists() else ()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise UsageError(f"{path}: {why}; accepted is a file of JSON lines") from error
+    for number, line in enumerate(lines, 1):
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
+            if not isinstance(rows[-1], dict):
+                raise UsageError(
+                    f"{path}: line {number} is {line[:40]!r}; accepted are JSON objects, one a line"
+                )
     return rows
 
 

@@ -97,12 +97,23 @@ def read_packages(
     return files, counts
 
 
+def _read_report(path: Path) -> dict[str, Any]:
+    """Return the content of a corpus.json; raises ValueError if it has none."""
+    try:
+        report = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; remove it to make the corpus again") from error
+    if not isinstance(report, dict):
+        raise ValueError(f"{path}: it is no JSON object; remove it to make the corpus again")
+    return report
+
+
 def make(sources: Sequence[Source], options: argparse.Namespace) -> dict[str, Any]:
     """Make the corpus and return what `corpus.json` has."""
     out, key = options.out, corpus_key(sources, options)
     report_path = out / "corpus.json"
     if report_path.is_file():
-        report = json.loads(report_path.read_text())
+        report = _read_report(report_path)
         stores = report.get("stores", {})
         texts = (out / "train.jsonl").is_file()
         whole = stores and all(build.has_store(out / f"{n}.zarr", key) for n in stores)
@@ -204,6 +215,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--vocab_size={options.vocab_size}: accepted are at most 65536, ids of 16 bits"
         )
+    for name in ("only", "without"):
+        if getattr(options, name) == "":
+            parser.error(f"--{name}= is empty: accepted are names of packages, at least one")
     options.downloads = options.downloads or options.out / "downloads"
     return options
 

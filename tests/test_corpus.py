@@ -144,6 +144,15 @@ def test_damaged_inputs_are_named(tmp_path, downloads, capsys):
 
     assert "has no package nothing; accepted are texts, code" in error("--only=nothing")
     assert "--without: list.toml has no package nothing" in error("--without=nothing")
+    for option in ("only", "without"):
+        with pytest.raises(SystemExit):
+            make_corpus.main([f"--out={tmp_path / 'out'}", f"--{option}="])
+        assert f"--{option}= is empty: accepted are names" in capsys.readouterr().err
+    (tmp_path / "broken").mkdir()
+    for content in ("{", "[]"):
+        (tmp_path / "broken" / "corpus.json").write_text(content)
+        assert make_corpus.main([f"--out={tmp_path / 'broken'}", "--only=anarchism"]) == 1
+        assert "broken/corpus.json: " in (line := capsys.readouterr().err) and line.count("\n") == 1
     assert "--without: no package remains" in error("--only=code", "--without=code")
     listed = (tmp_path / "list.toml").read_text()
     for old, new, message in (

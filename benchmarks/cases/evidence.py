@@ -28,19 +28,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import evidence, evidence_recall, evidence_tasks, options
+from benchmarks import evidence, evidence_tasks, options
 from benchmarks.ahead import Ahead
 from benchmarks.evidence_clock import Clock, TimeOver
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import log, one_by_one, read_rows
 from lsm_jax import mixers
-from lsm_jax.data.store import TokenStore
 from lsm_jax.models.config import REMAT
 from lsm_jax.ops.backends.registry import backends_of
 
@@ -58,6 +56,7 @@ def _has_kernel(op: str) -> bool:
     return any(backend.name == "mosaic_gpu" for backend in backends_of(op))
 
 
+LONG_DOCUMENTS = 32
 # MoM's inner mixers: the option, and the ratio of the feedforward that gives the inner mixer as many parameters as MoM has
 _INNER = dict(gated_deltanet=("", 8), gla=(",inner=gla", 7))
 TABLES = {
@@ -122,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--warmup", type=float, default=0.1, help="share of a run that warms up; default: 0.1")
     add("--long_length", type=int, default=65_536, help="tokens of a long document; default: 65536")
-    add("--long_documents", type=int, default=32, help="long documents to evaluate; default: 32")
+    add("--long_documents", type=int, help="long documents to evaluate; default: 32, or as many as the corpus has")  # fmt: skip
     add("--needle_lengths", type=options.integers, default="1024,2048,4096,8192,16384")
     add(
         "--tasks",
@@ -146,18 +145,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def setting_of(args: argparse.Namespace) -> evidence.Setting:
     """Return what is equal for all models, after checking the options."""
-    for name in ("tokens", "length", "batch_size", "long_length", "long_documents"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name}={getattr(args, name)}: it must be at least 1")
+    for name in ("tokens", "length", "batch_size", "long_length", "long_documents", "limit"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name}={value}: it must be at least 1")
+    for name, least, most in (("seeds", 0, 2**31 - 1), ("needle_lengths", 1, 2**31 - 1)):
+        values = getattr(args, name)
+        if not values or len(set(values)) < len(values) or not all(least <= value <= most for value in values):  # fmt: skip
+            raise UsageError(
+                f"--{name}={','.join(map(str, values))}: accepted are different integers from {least} to {most}, at least one"
+            )
+    for name in ("tasks", "harness"):
+        if not getattr(args, name):
+            raise UsageError(f"--{name}= is empty: accepted are names, at least one")
+    if not args.minutes >= 0:  # nor NaN
+        raise UsageError(f"--minutes={args.minutes:g}: accepted are numbers from 0")
     for name in ("share", "warmup"):
         if not 0 < getattr(args, name) < 1:
             raise UsageError(f"--{name}={getattr(args, name)}: accepted are numbers between 0 and 1")  # fmt: skip
     if not args.factors or not all(0 < factor < math.inf for factor in args.factors):
         raise UsageError(f"--factors={args.factors}: accepted are positive numbers, at least one")
-    names = ("corpus", "runs", "tokens", "length", "batch_size", "share", "warmup", "long_length", "long_documents", "harness", "limit", "remat")  # fmt: skip
-    if args.limit is not None and args.limit < 1:
-        raise UsageError(f"--limit={args.limit}: it must be at least 1")
-    if args.rates and not args.rates.is_file():
+    names = ("corpus", "runs", "tokens", "length", "batch_size", "share", "warmup", "long_length", "harness", "limit", "remat")  # fmt: skip
+    if args.rates and not args.rates.exists():
         raise UsageError(f"--rates={args.rates}: it does not exist")
     if args.ahead < 0:
         raise UsageError(f"--ahead={args.ahead}: it must be at least 0")
@@ -171,6 +180,7 @@ def setting_of(args: argparse.Namespace) -> evidence.Setting:
         raise UsageError("--time_of requires --rates, whose rows have the speeds")
     setting = evidence.Setting(
         **{name: getattr(args, name) for name in names},
+        long_documents=args.long_documents or LONG_DOCUMENTS,
         factors=tuple(args.factors),
         needle_lengths=tuple(args.needle_lengths),
         tasks=tuple(args.tasks),
@@ -178,9 +188,11 @@ def setting_of(args: argparse.Namespace) -> evidence.Setting:
     if not args.rates:
         return setting
     needed = [*models_of(args), *([args.time_of] if args.time_of else ())]
-    return dataclasses.replace(
-        setting, rates=evidence.chosen_rates(read_rows(args.rates), needed, setting)
-    )
+    try:
+        rows = read_rows(args.rates)
+    except UsageError as error:
+        raise UsageError(f"--rates={error}") from error
+    return dataclasses.replace(setting, rates=evidence.chosen_rates(rows, needed, setting))
 
 
 def models_of(args: argparse.Namespace) -> list[str]:
@@ -217,29 +229,13 @@ def _tokens(model: str, args: argparse.Namespace, setting: evidence.Setting) -> 
     return int(args.tokens * speeds[0] / speeds[1])
 
 
-def _check_inputs(setting: evidence.Setting) -> None:
-    """Raise UsageError before anything is trained if an evaluation's input is missing."""
-    evidence.vocab_size(setting.corpus)
-    if {"long", "needle"} & set(setting.tasks) and not (setting.corpus / "long.zarr").is_dir():
-        raise UsageError(f"--corpus={setting.corpus}: it has no long.zarr; --tasks=heldout requires none")  # fmt: skip
-    if "long" in setting.tasks:
-        length = TokenStore(setting.corpus / "long.zarr").length
-        if setting.long_length > length:
-            raise UsageError(
-                f"--long_length={setting.long_length}: the rows of long.zarr have {length} tokens"
-            )
-    for task in setting.tasks:
-        evidence_tasks.request_of(task, setting)[1].validate()
-    if "harness" in setting.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UsageError("--tasks=harness requires the extra [lm-eval]; accepted are other tasks")
-    if "recall" in setting.tasks:
-        for name in evidence_recall.TASKS:
-            if not (setting.corpus / "recall" / f"{name}.jsonl").is_file():
-                raise UsageError(
-                    f"--corpus={setting.corpus}: it has no recall/{name}.jsonl; make it with python -m "
-                    f"lsm_jax.evaluation.recall_corpus --task={name} --out={setting.corpus}"
-                )
-            evidence_recall.questions(setting.corpus / "recall" / f"{name}.jsonl", setting.limit)
+def _check_inputs(args: argparse.Namespace, setting: evidence.Setting) -> None:
+    """Raise UsageError before anything is trained if an evaluation's input is missing or wrong."""
+    try:
+        evidence.vocab_size(setting.corpus)
+        evidence_tasks.check_inputs(setting, given_documents=args.long_documents)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -248,7 +244,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
         setting, function = dataclasses.replace(setting, tasks=("heldout",)), evidence.measure_rates
     else:
         function = evidence.measure
-    _check_inputs(setting)
+    _check_inputs(args, setting)
     short = args.only_rates or (setting.rates is None and len(setting.factors) > 1)
     with contextlib.closing(Ahead(args.ahead)) as ahead:
         ahead.plan(evidence.planned_configs(cases, setting, short=short))

@@ -119,6 +119,12 @@ def check_harness(config: HarnessConfig) -> None:
         )
 
 
+def check_names(config: HarnessConfig) -> None:
+    """Raise ValueError unless all tasks of the config exist. Requires lm-evaluation-harness; takes some seconds."""
+    with _quiet_harness():
+        _task_manager(config, None)
+
+
 def run_harness(
     run: "Run", tokenizer: Tokenizer, config: HarnessConfig, *, bos_id: int | None, batch_size: int
 ) -> dict[str, Any]:
@@ -264,10 +270,10 @@ def _quiet_harness() -> Iterator[None]:
             logger.removeFilter(is_wanted)
 
 
-def _task_manager(config: HarnessConfig, settings: suites.SuiteSettings) -> Any:
+def _task_manager(config: HarnessConfig, settings: suites.SuiteSettings | None) -> Any:
     """Return the harness's index of task files: those of the evaluation suites, of the folder
-    `include_path` and of lm-evaluation-harness; raises ValueError if one of the config's tasks does not
-    exist."""
+    `include_path` and of lm-evaluation-harness, which makes tasks by `settings`; raises ValueError if one
+    of the config's tasks does not exist."""
     import lm_eval.tasks
 
     names = config.names()

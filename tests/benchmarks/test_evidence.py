@@ -27,10 +27,10 @@ from benchmarks.tables import evidence_claims as claims
 from benchmarks.training import train_to_end
 from configs import lm
 from lsm_jax.data import ByteTokenizer
-from lsm_jax.data.writer import StoreWriter
 from lsm_jax.evaluation.suites import SuiteSettings
 from lsm_jax.training import TrainConfig, TrainingDiverged, TrainingStopped
 from scripts import draw_results, evidence_page
+from tests.benchmarks.evidence_corpus import write_corpus
 
 
 def parse(*arguments):
@@ -64,27 +64,6 @@ def test_a_run_has_the_published_fields_and_the_settings():
     assert "--config.model.remat=none" in evidence.command(config, "fox:pro-125m", "x")
     with pytest.raises(UsageError, match="--tokens: 100 tokens of a run are less than a step"):
         evidence.train_config("fox:pro-125m", 0, setting, vocabulary=32_000, factor=1, tokens=100)
-
-
-def test_wrong_arguments_are_named(tmp_path):
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    for arguments, message in (
-        (["--models", "fox-pro"], "accepted is FILE:VARIANT"),
-        (["--models", "fox:pro-1m"], "1m"),
-        (["--share=0"], "--share=0.0: accepted are numbers between 0 and 1"),
-        (["--factors=0,1"], "accepted are positive numbers"),
-        (["--only_rates", "--factors=1"], "--only_rates requires two or more --factors"),
-        (["--time_of=fox:pro-125m"], "--time_of requires --rates"),
-        (["--limit=0"], "--limit=0: it must be at least 1"),
-        (["--ahead=-1"], "--ahead=-1: it must be at least 0"),
-        (["--whole"], "--whole requires --minutes"),
-        ([f"--rates={tmp_path / 'none'}"], "--rates=.*none: it does not exist"),
-        ([f"--rates={empty}"], "--rates: no row of fox:pro-125m .* there are none"),
-        ([f"--corpus={tmp_path}", "--models", "lm:gla-nano"], "it has no train.zarr; make it with"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            main(["evidence", *arguments])
 
 
 def test_the_clock_ends_training_by_a_signal_and_reports_that_the_time_is_over():
@@ -379,7 +358,14 @@ def test_the_page_begins_with_what_holds_and_what_does_not(monkeypatch, tmp_path
 def test_the_tokens_of_equal_time_follow_from_the_speeds(tmp_path, monkeypatch):
     path = tmp_path / "rates.jsonl"
     fields = dict(
-        kind="rates", length=4096, batch_size=64, factor=1, rates={}, short_tokens=1, corpus=""
+        kind="rates",
+        length=4096,
+        batch_size=64,
+        factor=1,
+        rates={},
+        short_tokens=1,
+        corpus="",
+        rates_seconds=0,
     )
     rows = [
         dict(model=f"lm:{m}-nano", tokens_per_second=s, **fields)
@@ -419,19 +405,7 @@ def test_questions_of_several_keys_that_are_too_long_are_counted(tmp_path):
 @pytest.mark.slow
 def test_two_tiny_models_from_corpus_to_rows(tmp_path, capsys):
     corpus, output, rates = (tmp_path / name for name in ("corpus", "rows.jsonl", "rates.jsonl"))
-    words = np.random.default_rng(0).integers(97, 123, 200_000).astype(np.uint16)
-    for name, rows, length in (("train", 64, 1024), ("heldout", 8, 1024), ("long", 2, 1024)):
-        with StoreWriter(corpus / f"{name}.zarr", length, vocab_size=257, attributes=dict(encoder="bytes")) as writer:  # fmt: skip
-            writer.add(words[: rows * length].reshape(rows, length))
-    (corpus / "recall").mkdir()
-    for task in evidence_recall.TASKS:
-        questions = [
-            dict(context=f"{'x' * n} key: value", question="\nkey:", answers=["value"])
-            for n in (9, 300)
-        ]
-        (corpus / "recall" / f"{task}.jsonl").write_text(
-            "".join(json.dumps(q) + "\n" for q in questions)
-        )
+    write_corpus(corpus)
     common = [
         "evidence", "--models", "lm:gla-nano", "lm:softmax-nano", f"--corpus={corpus}", f"--runs={tmp_path / 'runs'}",
         "--tokens=16384", "--length=512", "--batch_size=8", "--factors=1,2", "--share=0.5",
