@@ -11,7 +11,7 @@ names; tokens, rows, steps and warm-up are this benchmark's. With --minutes a ca
 and the same command continues; what is finished is not computed again. It ends later by what cannot be interrupted: the
 first compilation of a step, or the evaluations of a model. On another machine, where checkpoints are not, --whole begins
 only long runs that will end. With --lock FILE, two of these processes keep one device busy: one trains while the other one
-compiles or evaluates.
+compiles or evaluates. What has a row in --output, or in --skip FILE for any table, is left out.
 
 The learning rates can be chosen by a call of their own, on another corpus, such as the beginning of the same; the rows
 of the long runs say on which corpus and from which losses:
@@ -137,6 +137,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="begin no long run that would not end in --minutes, by the speed of its short runs",
     )
+    add(
+        "--skip",
+        type=Path,
+        metavar="FILE",
+        help="rows that need not be made again, for whichever table they were made, besides those of --output; such as docs/evidence.jsonl",
+    )
     add("--remat", choices=REMAT, help="what the backward pass recomputes; default: what the model's config says")  # fmt: skip
     add("--ahead", type=int, default=2, help="runs whose steps are compiled while another one trains; default: 2")  # fmt: skip
     options.add_lock(parser)
@@ -166,8 +172,6 @@ def setting_of(args: argparse.Namespace) -> evidence.Setting:
     if not args.factors or not all(0 < factor < math.inf for factor in args.factors):
         raise UsageError(f"--factors={args.factors}: accepted are positive numbers, at least one")
     names = ("corpus", "runs", "tokens", "length", "batch_size", "share", "warmup", "long_length", "harness", "limit", "remat")  # fmt: skip
-    if args.rates and not args.rates.exists():
-        raise UsageError(f"--rates={args.rates}: it does not exist")
     if args.ahead < 0:
         raise UsageError(f"--ahead={args.ahead}: it must be at least 0")
     if args.whole and args.minutes == math.inf:
@@ -188,10 +192,7 @@ def setting_of(args: argparse.Namespace) -> evidence.Setting:
     if not args.rates:
         return setting
     needed = [*models_of(args), *([args.time_of] if args.time_of else ())]
-    try:
-        rows = read_rows(args.rates)
-    except UsageError as error:
-        raise UsageError(f"--rates={error}") from error
+    rows = _rows_of("rates", args.rates)
     return dataclasses.replace(setting, rates=evidence.chosen_rates(rows, needed, setting))
 
 
@@ -204,12 +205,35 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     setting = setting_of(args)
     for model in models_of(args):
         evidence.base_config(model)
+    skipped = {_identity(row) for row in _rows_of("skip", args.skip)}
     common = dict(
         table=args.table,
         length=args.length,
         batch_size=args.batch_size,
         corpus=evidence.corpus_digest(setting),
     )
+    return [case for case in _every_case(args, setting, common) if _identity(case) not in skipped]
+
+
+def _identity(row: dict[str, Any]) -> tuple:
+    """Return what is equal for rows of one run, for whichever table it was made."""
+    return BENCHMARK.identity(row | dict(table=""))
+
+
+def _rows_of(option: str, path: Path | None) -> list[dict[str, Any]]:
+    """Return the rows of the file that an option names, none without one; raises UsageError if it cannot be read."""
+    if path is not None and not path.exists():
+        raise UsageError(f"--{option}={path}: it does not exist")
+    try:
+        return read_rows(path)
+    except UsageError as error:
+        raise UsageError(f"--{option}={error}") from error
+
+
+def _every_case(
+    args: argparse.Namespace, setting: evidence.Setting, common: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the key fields of all rows that the options ask for; `common` are those that all rows have."""
     if args.only_rates:
         more = dict(seed=0, tokens=args.tokens, tasks="", kind="rates")
         return [dict(model=model, **more, **common) for model in models_of(args)]

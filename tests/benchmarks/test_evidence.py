@@ -46,6 +46,19 @@ def test_every_model_of_every_table_has_a_config_at_125m():
     assert models[:7] == models[7:]  # all models with one seed, then with the other
 
 
+def test_what_a_file_of_rows_has_is_skipped_for_whichever_table_it_was_made(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    options = ["--table=methods", "--models", "lm:gla-nano", "lm:softmax-nano", f"--skip={path}"]
+    path.touch()
+    args = parse(*options)
+    gla, softmax = cases_module.cases(args)
+    rows = [gla | dict(table="fox"), softmax | dict(tokens=1), softmax | dict(kind="rates", tasks="")]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cases_module.cases(args) == [softmax]
+    assert cases_module.cases(parse(*options, "--only_rates"))[0]["model"] == "lm:gla-nano"
+    assert len(cases_module.cases(parse(*options, "--only_rates"))) == 1
+
+
 def test_a_run_has_the_published_fields_and_the_settings():
     setting = cases_module.setting_of(parse("--tokens=1000000", "--batch_size=8"))
     config = evidence.train_config(

@@ -30,6 +30,8 @@ def test_wrong_arguments_are_named(tmp_path):
         (["--ahead=-1"], "--ahead=-1: it must be at least 0"),
         (["--whole"], "--whole requires --minutes"),
         ([f"--rates={tmp_path / 'none'}"], "--rates=.*none: it does not exist"),
+        ([f"--skip={tmp_path / 'none'}"], "--skip=.*none: it does not exist"),
+        ([f"--skip={lists}"], "--skip=.*lists.jsonl: line 2 is"),
         ([f"--rates={empty}"], "--rates: no row of fox:pro-125m .* there are none"),
         ([f"--corpus={tmp_path}", "--models", "lm:gla-nano"], "it has no train.zarr; make it with"),
         (["--seeds=-1"], "--seeds=-1: accepted are different integers from 0"),
