@@ -6,7 +6,7 @@ adapters of 0.5 % of the parameters for a few steps on the interpreter's standar
 models on other files of that library. After the end, the same command prints the results again.
 
 The memory weighs 0.03 and the window 1, at a rate of 1e-2. With the published weights (0.5 each) and rate (1e-3) an untuned
-memory disturbs each layer so much that so few tokens do not repair it (docs/results/liger.md#why-the-published-weights-fail).
+memory disturbs each layer so much that so few tokens do not repair it (docs/results/liger.md).
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 from benchmarks.tables.table import Column, Row, Table, column, group, newest
 
 WINDOW = "method=window,lr=3e-3"
@@ -61,7 +64,66 @@ def _liger_decoding(rows: list[Row]) -> list[tuple[int, Row, Row]]:
     ]
 
 
+def _rate(row: Row) -> str:
+    """Return the learning rate of a row, as its options name it."""
+    return dict(part.split("=") for part in row["options"].split(",")).get("lr", "1e-3")
+
+
+def _with_margins(rows: list[Row]) -> list[Row]:
+    """Return the rows in the order of `_liger_order`, each with `margin`: the loss beyond 256 of the window with equal rate, seed and
+    tokens, minus that of the row, where there is such a window and the row is another model."""
+    windows = {
+        (_rate(row), row["millions"], row["seed"]): row["beyond_256"]
+        for row in rows
+        if row["tokens"] and "method=window" in row["options"].split(",")
+    }
+
+    def margin(row: Row) -> dict[str, float]:
+        window = windows.get((_rate(row), row["millions"], row["seed"]))
+        alone = not row["tokens"] or "method=window" in row["options"].split(",")
+        return {} if window is None or alone else dict(margin=window - row["beyond_256"])
+
+    return [row | margin(row) for row in sorted(rows, key=_liger_order)]
+
+
+@dataclass(frozen=True)
+class Section(Table):
+    """A table below a heading and a text, all of which a page has only if there is a row."""
+
+    heading: str = ""
+    text: str = ""
+
+    def markdown(self, docs: Path, page: Path) -> str:
+        """Return heading, text and table; "" without a row."""
+        if not self.rows(docs):
+            return ""
+        return "\n\n".join((self.heading, self.text, super().markdown(docs, page)))
+
+
 TABLES = [
+    Section(
+        "liger_corpus",
+        ("liger.jsonl",),
+        (
+            column("model", "name"),
+            column("options", "options", "`{}`"),
+            column("tokens, M", "tokens", "{:.1f}", 1e6),
+            column("seed", "seed"),
+            column("all positions", "nats", "{:.3f}"),
+            column("beyond 256", "beyond_256", "{:.3f}"),
+            column("margin over the window", "margin", "{:+.3f}"),
+            column("card seconds of training", "train_seconds", "{:.0f}"),
+        ),
+        where=lambda row: row.get("text") == "corpus",
+        key=_liger_key,
+        lines=_with_margins,
+        command="python -m benchmarks liger --text corpus --source SmolLM2.gguf --store STORE --tokenizer TOKENIZER.json "
+        "--rows 0,1,2,30,32,31,33,18,20,19,21 --output docs/liger.jsonl",
+        heading="### On more text",
+        text="The same models, tuned on the beginning of [docs/corpus.md](../corpus.md)'s training text in place of a library and essays, and scored on "
+        "its held-out text, so that losses are not comparable with those above. The margin is the loss beyond position 256 of the window with "
+        "equal rate, seed and number of tokens minus that of the row: a positive number means that the row is better.",
+    ),
     Table(
         "liger",
         ("liger.jsonl",),
