@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 TASKS = ("heldout", "long", "needle", "recall", "harness")
 _BLOCK = 512  # tokens of which L(i) has one mean in a row
+_EXCERPTS = 4  # of text in which needles are hidden: in one, two depths can have one place, where it has no full stop between them
 
 
 def state_bytes(config: models.ModelConfig, context: int) -> int:
@@ -48,7 +49,9 @@ def request_of(task: str, setting: Setting) -> tuple[str, Request]:
         tokens = setting.long_documents * setting.long_length
         return "perplexity", Request(**long, batch_size=1, max_tokens=tokens)
     if task == "needle":
-        needle = NeedleConfig(lengths=setting.needle_lengths, depths=(0, 25, 50, 75, 100))
+        needle = NeedleConfig(
+            lengths=setting.needle_lengths, depths=(0, 25, 50, 75, 100), samples=_EXCERPTS
+        )
         return "needle", Request(data=long["data"], needle=needle, batch_size=11)
     if task == "recall":
         return "recall", Request()
@@ -131,9 +134,12 @@ def evaluate(task: str, run: Any, workdir: Path, setting: Setting) -> dict[str, 
             seconds=round(time.perf_counter() - began, 1),
         )  # fmt: skip
     if name == "needle":
-        modes = {m: {k: results[m][k] for k in ("found", "nll")} for m in ("easy", "standard")}
-        seconds = round(time.perf_counter() - began, 1)
-        return dict(lengths=results["lengths"], depths=results["depths"], **modes, seconds=seconds)
+        kept = "found", "nll", "below_one", "place"
+        return dict(
+            **{key: results[key] for key in ("lengths", "depths", "samples", "without_needle")},
+            **{mode: {key: results[mode][key] for key in kept} for mode in ("easy", "standard")},
+            seconds=round(time.perf_counter() - began, 1),
+        )
     keep = ("averages", "results", "num_documents")
     return {key: results[key] for key in keep if key in results}
 

@@ -42,7 +42,9 @@ ALT = {
     "routing": "Smallest and largest load of a memory in each layer over training, of each Mixture-of-Memories",
 }
 NOTES = """One row is one model. A state is that of one sequence after a row of training. P(l) is the perplexity of the first l tokens of held-out
-documents of 65,536 tokens. Needles: the share found, over depths, of lengths up to the training length T and beyond it. Card hours are
+documents of 65,536 tokens. Needles: the share recalled, over depths, in one text cut to 1,024, 2,048 and 4,096 tokens, the training length T, and to 8,192 and 16,384 beyond it, by two definitions: found, the
+model's continuation contains the answer; below 1 nat, the answer itself has a loss below 1 nat a token after the prompt. The first is nearer to the paper, where another model judges continuations. Places are
+after full stops: at 4,096 tokens depths of 50 and 75 % are one place of this text, which counts once, so that 14 prompts of each mode are within T. Card hours are
 of all that a model took: short runs, training and evaluations, with compiling unless another model trained on the card meanwhile. The corpus is [docs/corpus.md](../corpus.md)'s. Steps have 16 rows of 4,096 tokens, fewer than published, since the runs are shorter:
 model, weight decay and the schedule's shape are the published ones."""
 

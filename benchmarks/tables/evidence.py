@@ -44,18 +44,33 @@ def perplexity(length: int) -> Callable[[Row], float | None]:
     return lambda row: row.get("long", {}).get("perplexity", {}).get(str(length))
 
 
-def needles(mode: str, *, beyond: bool) -> Callable[[Row], float | None]:
-    """Return the function from a row to the share of needles found, up to the training length or beyond it."""
+def _prompts(row: Row, mode: str, *, beyond: bool) -> list[dict[str, float]]:
+    """Return `found` and `below_one` of the prompts with a needle up to the training length, or beyond it. Depths between which a text
+    has no full stop are one prompt: their losses are equal in all digits."""
+    needle, distinct = row["needle"], {}
+    for number, length in enumerate(needle["lengths"]):
+        scores = {name: values[number] for name, values in needle[mode].items()}
+        for place, nll in enumerate(scores["nll"]):
+            below = scores["below_one"][place] if "below_one" in scores else float(nll < 1)
+            if (length > row["length"]) == beyond:
+                distinct[length, nll] = dict(found=scores["found"][place], below_one=below)
+    return list(distinct.values())
+
+
+def needles(mode: str, *, beyond: bool, by: str = "found") -> Callable[[Row], float | None]:
+    """Return the function from a row to the share of needles recalled in texts up to the training length, or beyond it: those that the
+    model's continuation contains (`by` "found"), or those whose answer has a loss below 1 nat a token ("below_one")."""
 
     def value(row: Row) -> float | None:
-        needle = row.get("needle")
-        if needle is None:
-            return None
-        pairs = zip(needle["lengths"], needle[mode]["found"], strict=True)
-        found = [share for n, shares in pairs if (n > row["length"]) == beyond for share in shares]
-        return statistics.fmean(found) if found else None
+        found = _prompts(row, mode, beyond=beyond) if row.get("needle") else []
+        return statistics.fmean(prompt[by] for prompt in found) if found else None
 
     return value
+
+
+def needle_count(row: Row, mode: str = "easy") -> int:
+    """Return the number of different prompts with a needle up to the training length."""
+    return len(_prompts(row, mode, beyond=False)) * row["needle"].get("samples", 1)
 
 
 def recall(task: str) -> Callable[[Row], float | None]:
@@ -102,9 +117,11 @@ COLUMNS = (
     Column("state, MB", lambda runs: f"{runs[0]['state_bytes'] / 1e6:.2f}"),
     _column("held-out loss", heldout_loss, "{:.3f}"),
     *(_column(f"P({n:,})", perplexity(n), "{:.2f}") for n in (4096, 16384, 65536)),
-    _column("needles, easy", needles("easy", beyond=False), "{:.2f}"),
-    _column("standard", needles("standard", beyond=False), "{:.2f}"),
-    _column("easy, beyond T", needles("easy", beyond=True), "{:.2f}"),
+    *(
+        _column(f"{title}{name}", needles(mode, beyond=beyond, by=by), "{:.2f}")
+        for title, mode, beyond in (("needles, easy: ", "easy", False), ("standard: ", "standard", False), ("easy, beyond T: ", "easy", True))
+        for name, by in (("found", "found"), ("below 1 nat", "below_one"))
+    ),
     *(_column(task, recall(task), "{:.3f}") for task in ("multikey", "fields", "names")),
     Column("learning rate", learning_rate),
     Column("remat", lambda runs: ", ".join(dict.fromkeys(row.get("remat", "full") for row in runs))),

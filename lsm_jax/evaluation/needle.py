@@ -28,6 +28,7 @@ class NeedleScores:
         depths: the D depths, in percent.
         found: share of greedy continuations that contain the answer, by mode, [L, D].
         nll: loss of the answer in nats per token, by mode, [L, D].
+        below_one: share of samples in which that loss is below 1 nat, by mode, [L, D].
         place: tokens of text in front of the needle in the first sample, by mode, [L, D].
         found_without: the same as `found` for the text without the needle, [L].
         nll_without: the same as `nll` for the text without the needle, [L].
@@ -40,6 +41,7 @@ class NeedleScores:
     depths: tuple[float, ...]
     found: dict[str, Float[np.ndarray, "L D"]]
     nll: dict[str, Float[np.ndarray, "L D"]]
+    below_one: dict[str, Float[np.ndarray, "L D"]]
     place: dict[str, Int[np.ndarray, "L D"]]
     found_without: Float[np.ndarray, " L"]
     nll_without: Float[np.ndarray, " L"]
@@ -63,6 +65,7 @@ class NeedleScores:
                 "nll_mean": float(self.nll[mode].mean()),
                 "found": self.found[mode].tolist(),
                 "nll": self.nll[mode].tolist(),
+                "below_one": self.below_one[mode].tolist(),
                 "place": self.place[mode].tolist(),
                 "continuations": self.continuations[mode],
             }
@@ -163,6 +166,7 @@ def _gather(prompts, lengths, config, found, nll, texts, seconds) -> NeedleScore
         depths=tuple(config.depths),
         found={mode: found[:, cells].mean(-1) for mode, cells in modes.items()},
         nll={mode: nll[:, cells].mean(-1) for mode, cells in modes.items()},
+        below_one={mode: (nll[:, cells] < 1).mean(-1) for mode, cells in modes.items()},
         place={mode: place[first[:, cells]] for mode, cells in modes.items()},
         found_without=found[:, 0].mean(-1),
         nll_without=nll[:, 0].mean(-1),

@@ -247,8 +247,8 @@ def test_wrong_recall_questions_are_named(tmp_path):
 def row(model, seed=0, loss=3.0, **fields):
     needle = dict(
         lengths=[1024, 8192],
-        easy=dict(found=[[1, 0.5], [0, 0]]),
-        standard=dict(found=[[0, 0], [0, 0]]),
+        easy=dict(found=[[1, 0.5], [0, 0]], nll=[[0.5, 2.0], [3.0, 4.0]]),
+        standard=dict(found=[[0, 0], [0, 0]], nll=[[5.0, 6.0], [7.0, 8.0]]),
     )
     return dict(
         table="fox", corpus="c", model=model, seed=seed, tokens=10**8, length=4096, batch_size=64, peak_lr=1e-3,
@@ -274,7 +274,8 @@ def test_the_tables_have_a_line_a_model_with_the_mean_of_its_seeds(tmp_path):
     assert [line[0] for line in cells] == ["| `b`, in the time of `a`", "| `b`", "| `a`"]
     assert cells[2][-1] == "1.90 |" and cells[0][-1] == "1.00 |"  # the learning rate is chosen once
     assert cells[2][1] == "0, 1" and cells[2][5] == "3.100 (3.000, 3.200)"
-    assert cells[1][6:10] == ["20.00", "", "30.00", "0.75"] and cells[1][13:15] == ["0.250", ""]
+    assert cells[1][6:13] == ["20.00", "", "30.00", "0.75", "0.50", "0.00", "0.00"]
+    assert cells[1][16:18] == ["0.250", ""]
     assert "0.001: 4.000, 0.002: 3.500" in found["evidence_rates"].markdown(
         tmp_path, tmp_path / "x.md"
     )
@@ -322,8 +323,9 @@ def test_the_routing_of_memories_is_read_from_a_run_and_shown(tmp_path):
 def test_the_page_begins_with_what_holds_and_what_does_not(monkeypatch, tmp_path):
     moe = dict(table="moe", tokens=10**7)
     needles = "finds at least 0.9 of the easy needles in texts up to the training length"
-    few = dict(lengths=[1024, 8192], easy=dict(found=[[1, 0, 0, 0, 0], [0] * 5]))
-    every = dict(lengths=[1024, 8192], easy=dict(found=[[1] * 5, [0] * 5]))
+    low, high = [0.1, 0.2, 0.3, 0.4, 0.5], [1, 2, 3, 4, 5]
+    few = dict(lengths=[1024, 8192], easy=dict(found=[[1, 0, 0, 0, 0], [0] * 5], nll=[low, high]))
+    every = dict(lengths=[1024, 8192], easy=dict(found=[[1] * 5, [0] * 5], nll=[high, low]))
     hybrid, softmax = "linear_moe:a-small,mixer=gla,pattern=LLLN", "linear_moe:a-small,pattern=N"
     rows = [
         row("fox:pro-125m", 0, 2.9, needle=few), row("fox:pro-125m", 1, 3.0, needle=few), row("fox:transformer-pro-125m", 0, 3.1, needle=every),
@@ -336,18 +338,21 @@ def test_the_page_begins_with_what_holds_and_what_does_not(monkeypatch, tmp_path
         "`fox:pro-125m` below `fox:transformer-pro-125m` in held-out loss": True,
         "`fox:pro-125m` below `fox:transformer-pro-125m` in P(65,536)": None,  # 30.0 both
         "`fox:pro-125m` below `fox:hgrn2-125m` in held-out loss": False,
-        f"`fox:pro-125m` {needles}": False,
-        f"`fox:transformer-pro-125m` {needles}": True,
+        f"`fox:pro-125m` {needles}, by its continuation": False,
+        f"`fox:transformer-pro-125m` {needles}, by its continuation": True,
+        f"`fox:pro-125m` {needles}, by a loss of the answer below 1 nat": True,
+        f"`fox:transformer-pro-125m` {needles}, by a loss of the answer below 1 nat": False,
         f"`{hybrid}` at or below `{softmax}` in held-out loss": True,
         f"`{hybrid}` at or below `{softmax}` in held-out loss, in equal time": None,
     }
     text = claims.sentences(rows)
     hold, fail, open_ = re.split("Against the papers, |; nothing can be said on ", text)
     assert hold.startswith(
-        "7 models were trained; of 7 statements of the papers on them, 3 hold here: `fox:pro-125m` below"
+        "7 models were trained; of 9 statements of the papers on them, 4 hold here: `fox:pro-125m` below"
     )
-    assert f"`fox:transformer-pro-125m` {needles} (1.00)" in hold and "(2.950 and 3.100)" in hold
-    assert fail.startswith("2 do not hold: ") and open_.startswith("2, whose values differ by no")
+    assert f"`fox:transformer-pro-125m` {needles}, by its continuation (1.00)" in hold
+    assert "(2.950 and 3.100)" in hold
+    assert fail.startswith("3 do not hold: ") and open_.startswith("2, whose values differ by no")
     assert text.count(". ") == 1  # two sentences
     assert "No pair of a paper is complete" in claims.sentences(rows[4:5])
     (tmp_path / "evidence.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -365,7 +370,7 @@ def test_the_page_begins_with_what_holds_and_what_does_not(monkeypatch, tmp_path
     assert (tmp_path / "results/README.md").read_text().count("| [evidence.md](evidence.md) |") == 1
     found, table = claims.tables(tmp_path)
     assert found.markdown(tmp_path, tmp_path / "x.md") == text
-    assert table.markdown(tmp_path, tmp_path / "x.md").count("**no**") == 2
+    assert table.markdown(tmp_path, tmp_path / "x.md").count("**no**") == 3
 
 
 def test_the_tokens_of_equal_time_follow_from_the_speeds(tmp_path, monkeypatch):
@@ -440,7 +445,9 @@ def test_two_tiny_models_from_corpus_to_rows(tmp_path, capsys):
         assert row["rates"] == short["rates"] and row["rates_tokens"] == 8192
         assert set(row["long"]["perplexity"]) >= {"1024", "512"}
         assert np.isfinite(row["heldout"]["loss"]) and len(row["long"]["loss_by_block"]["loss"]) == 2  # fmt: skip
-        assert np.shape(row["needle"]["easy"]["found"]) == (1, 5)
+        needle = row["needle"]
+        assert {np.shape(needle["easy"][k]) for k in ("found", "below_one", "place")} == {(1, 5)}
+        assert np.isfinite(needle["without_needle"]["nll"]).all() and needle["samples"] == 4
         assert (
             set(row["recall"]) == {*evidence_recall.TASKS, "seconds"}
             and row["recall"]["names"]["questions"] == 2

@@ -85,6 +85,9 @@ def row(model, seed=0, **fields):
     return common | fields
 
 
+SHORT = dict(short_tokens=10**5, rates_seconds=1, tokens_per_second=1e5)
+
+
 def test_rows_of_other_options_have_commands_of_their_own():
     gla, softmax = "lm:gla-nano", "lm:softmax-nano"
     rates = dict(kind="rates", tasks="", factor=0.25, short_tokens=10**5, rates={"0.001": 3.0, "0.004": 4.0})  # fmt: skip
@@ -95,7 +98,7 @@ def test_rows_of_other_options_have_commands_of_their_own():
         row(gla, length=2048, needle=dict(lengths=[600]), peak_lr=evidence.base_config(gla).optimizer.peak_lr / 2),
         row(gla, tasks="heldout,long,needle", remat="full", rates_corpus="d"), row("lm:kda-nano", **rates),
     ]  # fmt: skip
-    stored = [row(model, kind="rates", factor=1.0) for model in (gla, softmax)]
+    stored = [row(model, kind="rates", factor=1.0, **SHORT) for model in (gla, softmax)]
     printed = commands(rows, stored)
     found = parsed(printed)
     assert [(args.models, args.seeds) for args in found] == [
@@ -113,7 +116,7 @@ def test_a_rate_that_later_rates_replaced_is_given():
     """--rates takes the newest row of a model, which may have tried others than those of which a row has the best."""
     published = evidence.base_config("lm:gla-nano").optimizer.peak_lr
     made = row("lm:gla-nano", peak_lr=published / 2, rates_corpus="d")
-    old = row("lm:gla-nano", kind="rates", peak_lr=published / 2, factor=0.5)
+    old = row("lm:gla-nano", kind="rates", peak_lr=published / 2, factor=0.5, **SHORT)
     new = old | dict(peak_lr=published / 4, factor=0.25)
     for stored, factor in (([old], None), ([new, old], None), ([old, new], 0.5), ([old | dict(length=8)], 0.5)):  # fmt: skip
         (args,) = parsed(commands([made], stored))
@@ -141,6 +144,20 @@ def test_every_row_says_how_its_learning_rate_was_chosen():
     assert not table.where(row("lm:kda-nano", rates=three, rates_corpus="c"))  # told by `rates`
     assert tables.learning_rate([given]).endswith(", given")
     assert tables.learning_rate([within]).endswith(", best of 2")
+
+
+def test_needles_at_one_place_count_once_and_have_two_scores():
+    easy = dict(found=[[1, 0, 0], [1, 0, 0]], nll=[[0.5, 0.9, 2.0], [0.5, 3.0, 3.0]])
+    one = row("a", needle=dict(lengths=[1024, 4096], easy=easy))
+    assert tables.needle_count(one) == 5
+    assert tables.needles("easy", beyond=False)(one) == 2 / 5
+    assert tables.needles("easy", beyond=False, by="below_one")(one) == 3 / 5
+    assert tables.needles("easy", beyond=True)(one) is None
+    assert tables.needles("easy", beyond=False)(row("a", needle=None)) is None
+    easy["below_one"] = [[0.5, 0.25, 0.25], [1, 0, 0]]  # of four excerpts
+    one["needle"]["samples"] = 4
+    assert tables.needle_count(one) == 20
+    assert tables.needles("easy", beyond=False, by="below_one")(one) == 2 / 5
 
 
 GLA, INNER = "mom:125m,inner=gla", "mom:125m,inner=gla,baseline=inner"
@@ -221,11 +238,13 @@ def test_perplexities_are_compared_by_their_ratio():
 
 def test_seeds_on_one_side_of_a_fixed_value_decide():
     def found(seed, easy):
-        needle = dict(lengths=[1024], easy=dict(found=[easy]))
+        easy = dict(found=[easy], nll=[[5 + n for n in range(100)]])
+        needle = dict(lengths=[1024], easy=easy)
         return row("fox:llama-125m", seed, needle=needle, heldout={}, recall={}) | dict(long={})
 
     def claim(*rows):
-        (one,) = claims.comparisons(list(rows))
+        one, by_loss = claims.comparisons(list(rows))
+        assert one.claim.measure.name.endswith("by its continuation") and by_loss.better == 0
         return one
 
     many, few = found(0, [1] * 60 + [0] * 40), found(1, [1] * 4 + [0] * 96)

@@ -108,6 +108,7 @@ def test_an_oracle_that_copies_finds_all_and_a_blind_one_none(reach, found):
         np.testing.assert_array_equal(scores.found[mode], np.full((2, 4), found))
         expected = np.log1p(256 * np.exp(-8.0)) if found else np.log(257)
         np.testing.assert_allclose(scores.nll[mode], expected, rtol=1e-5)
+        np.testing.assert_array_equal(scores.below_one[mode], np.full((2, 4), found))
         answer = scores.continuations[mode][1][2]
         assert answer.startswith(f" {CONFIG.answer}") if found else answer == "\0" * task.new_tokens
     np.testing.assert_array_equal(scores.found_without, [0, 0])
