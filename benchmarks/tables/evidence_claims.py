@@ -1,4 +1,5 @@
-"""The statements of the papers on pairs of models, beside the differences in the rows of `python -m benchmarks evidence`."""
+"""The statements of the papers on pairs of models, and this project's own comparisons, beside the differences in the rows of
+`python -m benchmarks evidence`."""
 
 from __future__ import annotations
 
@@ -63,16 +64,21 @@ NEEDLES = [
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of a paper: one model has the better value than another, both trained on equal tokens or in equal time.
+    """A statement: one model has the better value than another, both trained on equal tokens or in equal time.
+
+    It is the paper's if the paper compares these methods by such a measure: held-out loss stands for perplexity and for tasks of
+    language, fields of records for FDA and SWDE. Otherwise it is a comparison of this project.
 
     Attributes:
-        paper: its name in the table.
+        paper: whose models are compared.
         table: the table of `python -m benchmarks evidence` whose rows are compared.
         better, worse: the models, as FILE:VARIANT.
         measure: what is compared.
         equal: whether the statement is "at or below" or "at or above".
         in_time_of_worse: whether the better model was trained in the time that the worse one takes.
         least: if not None, the statement is of `better` alone: that its value is at least this, and `worse` is "".
+        own: whether it is this project's comparison, of which the paper says nothing.
+        size: the size of the paper's models, if it says this of one only.
     """
 
     paper: str
@@ -83,10 +89,22 @@ class Claim:
     equal: bool = False
     in_time_of_worse: bool = False
     least: float | None = None
+    own: bool = False
+    size: str = ""
+
+    @property
+    def whose(self) -> str:
+        """The text of the table's cell: the paper, with the size of its models, or this project."""
+        size = f" ({self.size})" if self.size else ""
+        return f"this project, on {self.paper}'s models" if self.own else f"{self.paper}{size}"
 
 
-def _pair(paper: str, table: str, better: str, worse: str, *measures: Measure) -> list[Claim]:
-    return [Claim(paper, table, better, worse, measure) for measure in measures]
+def _pair(paper: str, table: str, better: str, worse: str, *measures: Measure, own: bool = False) -> list[Claim]:  # fmt: skip
+    """Return a statement for each measure; names and several keys are tasks of this project, no paper's."""
+    return [
+        Claim(paper, table, better, worse, measure, own=own or measure in (NAMES, MULTIKEY))
+        for measure in measures
+    ]
 
 
 def _of_equal_parameters(mom: str, single: str) -> list[Claim]:
@@ -102,14 +120,14 @@ CLAIMS = [
     *_pair("FoX", "fox", _LLAMA, "fox:transformer-llama-125m", LOSS, FAR),
     # "Near perfect" in the paper's figure; 0.9 is this table's reading of it.
     *(
-        Claim("FoX", "fox", model, "", measure, least=0.9)
+        Claim("FoX", "fox", model, "", measure, least=0.9, size="760M, 48 B tokens")
         for measure in NEEDLES
         for model in (_PRO, _LLAMA, "fox:transformer-pro-125m", "fox:transformer-llama-125m")
     ),
     *(
         claim
         for other in ("lm:gated_deltanet-125m", "fox:mamba2-125m", "fox:hgrn2-125m")
-        for claim in _pair("FoX", "fox", _PRO, other, LOSS)
+        for claim in _pair("FoX", "fox", _PRO, other, LOSS, own=other.startswith("lm:"))
     ),
     *(
         claim
@@ -123,7 +141,7 @@ CLAIMS = [
         for claim in _of_equal_parameters(_MOM + inner, f"{_MOM}{inner},baseline=inner,hidden_ratio={ratio}")
     ),
     *(
-        Claim("Linear-MoE", "moe", f"{_MOE}mixer=gla,pattern=LLLN", f"{_MOE}pattern=N", LOSS, equal=True, in_time_of_worse=time)
+        Claim("Linear-MoE", "moe", f"{_MOE}mixer=gla,pattern=LLLN", f"{_MOE}pattern=N", LOSS, equal=True, in_time_of_worse=time, own=time)
         for time in (False, True)
     ),
 ]  # fmt: skip
@@ -132,7 +150,7 @@ CLAIMS = [
 @dataclass(frozen=True)
 class Noise:
     """The difference that chance alone makes between two models, on the measure's scale (`Measure.scaled`), and of what it was taken:
-    "own seeds", "the table's seeds", "other tables' seeds", or "questions" (`noise_of`)."""
+    "own seeds", "any model's seeds", or "questions" (`noise_of`)."""
 
     value: float
     of: str
@@ -188,12 +206,12 @@ def spread(runs: Runs, measure: Measure) -> float | None:
 def noise_of(compared: list[Runs], every: list[Runs], measure: Measure) -> Noise | None:
     """Return the difference that chance alone makes between models: the larger one of two.
 
-    The first is the largest spread of seeds: of the compared models if each has two seeds, otherwise of all models of the table, or
-    if none has two, of all tables, with equal rows in a step, length and corpus. One model with two seeds, which a claim compares
-    with a fixed value, has the distance of its farthest seed from the mean: the question is whether a seed is on the other side.
-    The second, of shares, is two standard errors of the difference between shares of so many questions: seeds that find nothing do
-    not differ. Two standard errors of a share of n questions are at least 3 / n, the largest share of which none of n is likely, where
-    two models are compared; a fixed value is compared with what was found.
+    The first is the largest spread of seeds: of the compared models if each has two seeds, otherwise of any model of any table with
+    equal rows in a step, length and corpus. One model with two seeds, which a claim compares with a fixed value, has the distance of
+    its farthest seed from the mean: the question is whether a seed is on the other side.
+    The second, of shares, is two standard errors of the difference between shares of so many questions, which count once: all seeds
+    answer the same ones. Seeds that find nothing do not differ. Two standard errors of a share of n questions are at least 3 / n, the
+    largest share of which none of n is likely, where two models are compared; a fixed value is compared with what was found.
 
     Args:
         compared: the rows of the models that a claim compares, one or two.
@@ -205,9 +223,8 @@ def noise_of(compared: list[Runs], every: list[Runs], measure: Measure) -> Noise
     """
     first = compared[0][0]
     alike = [runs for runs in every if all(runs[0][key] == first[key] for key in _SETTING)]
-    of_table = [runs for runs in alike if runs[0]["table"] == first["table"]]
     own = [] if None in [spread(runs, measure) for runs in compared] else compared
-    for models, of in ((own, "own"), (of_table, "the table's"), (alike, "other tables'")):
+    for models, of in ((own, "own"), (alike, "any model's")):
         spreads = [found for runs in models if (found := spread(runs, measure)) is not None]
         if spreads:
             of_seeds = Noise(max(spreads), f"{of} seeds")
@@ -222,7 +239,7 @@ def noise_of(compared: list[Runs], every: list[Runs], measure: Measure) -> Noise
     variance = 0.0
     for runs in compared if measure.trials is not None else ():
         share = evidence.mean(runs, measure.value)
-        count = sum(map(measure.trials, runs))
+        count = min(map(measure.trials, runs))
         least = (1.5 / count) ** 2 if len(compared) > 1 else 0.0
         variance += max(share * (1 - share) / count, least)
     of_questions = Noise(2 * math.sqrt(variance), "questions")
@@ -267,24 +284,53 @@ def comparisons(rows: list[Row]) -> list[Comparison]:
     return found
 
 
+_KINDS = (
+    (False, True, "Statements of the papers that hold here"),
+    (False, False, "Statements of the papers that do not hold here"),
+    (True, True, "Comparisons of this project in which the first model is better"),
+    (True, False, "Comparisons of this project in which the second is better"),
+)
+
+
 def sentences(rows: list[Row]) -> str:
-    """Return the two sentences that begin the page: what was found, and where it disagrees with a paper."""
-    found = comparisons(rows)
-    right = [c for c in found if c.holds]
-    wrong = [c for c in found if c.holds is False]
-    open_ = [c for c in found if c.holds is None]
-    models = len({row["model"] for row in rows if row.get("kind") != "rates"})
-    first = f"{models} models were trained; of {len(found)} statements of the papers on them, {len(right)} {'holds' if len(right) == 1 else 'hold'} here"  # fmt: skip
-    if right:
-        first += f": {'; '.join(_values(c) for c in right)}"
+    """Return what begins the page: two sentences that say what was found, and a list of what holds and what does not."""
+    rows, found = [row for row in rows if row.get("kind") != "rates"], comparisons(rows)
+    fox = [row for row in rows if row["table"] == "fox"]
+    tokens = _range(row["tokens"] / 1e6 for row in rows)
+    active = _range(row["parameters"]["active"] / 1e6 for row in rows)
+    of = "those of FoX's table" if fox else "they"
+    order = ", ".join(
+        f"`{runs[0]['model']}` ({evidence.mean(runs, evidence.heldout_loss):.3f})"
+        for runs in evidence.by_model(fox or rows)
+        if math.isfinite(evidence.mean(runs, evidence.heldout_loss))
+    )
+    first = f"{len({row['model'] for row in rows})} models of {active} million active parameters were trained on {tokens} million tokens; by held-out loss {of} are in the order {order}."
     if not found:
-        return f"{first}. No pair of a paper is complete yet, so that nothing can be compared."
-    second = "No statement fails"
-    if wrong:
-        second = f"Against the papers, {len(wrong)} {'does' if len(wrong) == 1 else 'do'} not hold: {'; '.join(_values(c) for c in wrong)}"
-    if open_:
-        second += f"; nothing can be said on {len(open_)}, whose values differ by no more than the noise of seeds: {'; '.join(_values(c) for c in open_)}"
-    return f"{first}. {second}."
+        return f"{first} No pair of models is complete yet, so that nothing can be compared."
+    second = f"Of {_count([c for c in found if not c.claim.own], 'statement', 'of the papers')}; of {_count([c for c in found if c.claim.own], 'comparison', 'of this project')}."
+    lists = [
+        f"- {title}: {'; '.join(map(_values, some))}."
+        for own, holds, title in _KINDS
+        if (some := [c for c in found if c.claim.own is own and c.holds is holds])
+    ]
+    return f"{first} {second}\n\n" + "\n".join(lists)
+
+
+def _range(values: Iterable[float]) -> str:
+    low, high = min(values := [round(value) for value in values]), max(values)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _count(found: list[Comparison], what: str, of: str) -> str:
+    """Return how many of some statements hold, do not, and are open, with that which limits the open ones."""
+    number = {value: sum(c.holds is value for c in found) for value in (True, False)}
+    open_ = [c for c in found if c.holds is None]
+    limits = group(open_, lambda c: "no second seed" if c.noise is None else "the questions" if c.noise.of == "questions" else "seeds")  # fmt: skip
+    by = ", ".join(f"{len(some)} by {limit}" for limit, some in limits.items())
+    text = f"{len(found)} {what}{'s' * (len(found) != 1)} {of} {number[True]} hold{'s' * (number[True] == 1)}, {number[False]} do{'es' * (number[False] == 1)} not"
+    return f"{text}, and {len(open_)} {'are' if len(open_) != 1 else 'is'} within the noise" + (
+        f" ({by})" if by else ""
+    )
 
 
 def _values(found: Comparison) -> str:
@@ -322,7 +368,7 @@ def _noise(found: Comparison) -> str:
 
 
 _COLUMNS = (
-    Column("paper", lambda c: c.claim.paper),
+    Column("whose", lambda c: c.claim.whose),
     Column("statement", lambda c: c.what),
     Column("the first", _number("better")),
     Column("the second", _number("worse")),
