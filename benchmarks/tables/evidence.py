@@ -162,9 +162,14 @@ def _last(value: Callable[[np.ndarray], Any], form: str = "{:.2f}", of: str = "l
     return lambda runs: ", ".join(form.format(value(np.array(row["router"][of][-1]))) for row in runs)  # fmt: skip
 
 
+def has_routing(row: Row) -> bool:
+    """Return whether a row has the routing of several memories; one memory, which has every token, has none to show."""
+    return "router" in row and len(row["router"]["load"][-1][0]) > 1
+
+
 def routed(rows: list[Row]) -> list[Runs]:
     """Return the rows of Mixtures-of-Memories whose routing was recorded, by model as `by_model` has them."""
-    return by_model([row for row in rows if "router" in row])
+    return by_model([row for row in rows if has_routing(row)])
 
 
 ROUTING = (
@@ -206,7 +211,7 @@ EVERY = [
         "evidence_routing",
         (FILE,),
         ROUTING,
-        where=lambda row: "router" in row,
+        where=has_routing,
         key=identity,
         lines=routed,
         command=lambda rows, docs: commands(rows, read_rows(docs, FILE)),

@@ -16,6 +16,7 @@ from benchmarks.tables import evidence as tables
 from benchmarks.tables import evidence_claims as claims
 from benchmarks.tables.evidence_commands import CORPORA, OMITTED, commands, factors
 from benchmarks.tables.table import read_rows
+from scripts import evidence_page, evidence_texts
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PARSER = make_parser(get("evidence"))
@@ -253,3 +254,52 @@ def test_seeds_on_one_side_of_a_fixed_value_decide():
     assert one.verdict == "**no**" and one.noise == claims.Noise(pytest.approx(0.28), "own seeds")
     assert claim(found(0, [1] * 100), many).verdict == "within the noise"
     assert claim(found(0, [1] * 100), found(1, [1] * 98 + [0] * 2)).verdict == "yes"
+
+
+def test_the_stored_page_is_that_of_the_rows():
+    assert evidence_page.content() == evidence_page.PAGE.read_text(), (
+        "run python -m scripts.evidence_page"
+    )
+
+
+def test_the_places_of_a_text_have_the_values_of_the_rows():
+    common = dict(tokens=10**8, batch_size=16, recall={}, state_bytes=4_720_000, parameters=dict(active=1.1e8, total=2e8), tokens_per_second=5e5)  # fmt: skip
+    rows = [
+        row("lm:gla-125m", 0, heldout=dict(loss=2.0), table="methods", **common),
+        row("lm:gla-125m", 1, heldout=dict(loss=2.5), table="methods", **common),
+        row("lm:gla-125m", 0, heldout=dict(loss=3.0), table="methods", **common | dict(peak_lr=9.0)),
+        row("lm:gla-125m", 0, kind="rates", rates={"0.001": 5.0}),
+    ]  # fmt: skip
+    text = (
+        "{loss|lm:gla-125m} {mb|lm:gla-125m} {short|lm:gla-125m|0.001} {methods} {missing|methods}"
+    )
+    filled = evidence_texts.filled(text, rows)
+    assert filled.startswith("2.000 and 2.500 4.7 5.000 `gla` 2.250 (4.7 MB, 110 M), `gla` 3.000")
+    assert "`gla`" not in filled.partition(" of ")[2] and "`mamba2`" in filled
+    for wrong in ("{loss|lm:kda-125m}", "{short|lm:gla-125m|0.5}"):
+        with pytest.raises(LookupError, match="no "):
+            evidence_texts.filled(wrong, rows)
+
+
+def test_methods_that_mix_neighbours_are_below_those_that_do_not():
+    """As the page's text says, without a number."""
+    losses = {
+        r["model"]: r["heldout"]["loss"]
+        for r in read_rows(DOCS, tables.FILE)
+        if tables.belongs(r, "methods")
+    }
+    mixing = ("gated_deltanet", "mamba2", "rwkv6", "kda", "deltanet")
+    others = ("retnet", "gated_retention", "gla", "lightning", "linear_attention")
+    most, least = (
+        by(losses[f"lm:{name}-125m"] for name in names)
+        for by, names in ((max, mixing), (min, others))
+    )
+    assert most < least
+
+
+def test_one_memory_has_no_routing_to_show():
+    def routed(loads):
+        return row("a", router=dict(steps=[1], load=[[loads]], entropy=[[0.0]]))
+
+    assert not tables.has_routing(routed([1.0])) and not tables.has_routing(row("a"))
+    assert tables.has_routing(routed([0.5, 0.5]))
