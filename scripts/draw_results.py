@@ -261,21 +261,22 @@ def draw_fp8_curve(mode: Mode, rows: list[Row]) -> Figure:
 
 
 def draw_evidence_loss(mode: Mode, rows: list[Row]) -> Figure:
-    """Draw the loss by position in long documents, L(i), and the perplexity of their beginnings, P(l); a vertical line is the
-    training length."""
+    """Draw the loss by position in long documents, L(i), and the perplexity of their beginnings, P(l); a line is a seed, a point of L(i)
+    the mean of a block that the rows store, and a vertical line the training length."""
     figure = new_figure(8.0, 3.6)
     figure.set_layout_engine("constrained")
     left = axes_of(figure, mode, "position in the document", "loss, nats a token", place=(1, 2, 1))
     right = axes_of(figure, mode, "tokens read", "perplexity", place=(1, 2, 2))
-    runs = [runs[0] for runs in evidence.by_model([row for row in rows if "long" in row])]
-    for number, row in enumerate(runs):
-        colour, curve = colormaps["tab10"](number % 10), row["long"]["loss_by_block"]
-        loss, width = curve["loss"], max(1, len(curve["loss"]) // 32)
-        means = [sum(loss[i : i + width]) / width for i in range(0, len(loss) - width + 1, width)]
-        left.plot([curve["block"] * width * (i + 0.5) for i in range(len(means))], means, color=colour, label=row["model"])  # fmt: skip
-        points = sorted((int(n), value) for n, value in row["long"]["perplexity"].items())
-        right.plot(*zip(*points, strict=True), color=colour)
-    lengths = sorted({row["length"] for row in runs})
+    runs = evidence.by_model([row for row in rows if "long" in row])
+    for number, seeds in enumerate(runs):
+        colour = colormaps["tab10"](number % 10)
+        for row in seeds:
+            curve, label = row["long"]["loss_by_block"], row["model"] if row is seeds[0] else None
+            at = [curve["block"] * (i + 0.5) for i in range(len(curve["loss"]))]
+            left.plot(at, curve["loss"], color=colour, lw=0.7, label=label)
+            points = sorted((int(n), value) for n, value in row["long"]["perplexity"].items())
+            right.plot(*zip(*points, strict=True), color=colour, lw=0.7)
+    lengths = sorted({row["length"] for seeds in runs for row in seeds})
     for axes in (left, right):
         for length in lengths:
             axes.axvline(length, color=mode.ink, ls="--", lw=0.8)
@@ -302,33 +303,37 @@ def _plain_numbers(axis: Axis) -> None:
 
 
 def draw_evidence_recall(mode: Mode, rows: list[Row]) -> Figure:
-    """Draw the recall of real text against the size of the decode state after a row of training."""
-    figure = new_figure(8.0, 3.6)
+    """Draw the recall of real text against the size of the decode state after a row of training, a mean over seeds."""
+    tasks, every = ("multikey", "fields", "names"), evidence.by_model(rows)
+    figure = new_figure(8.0, 2.6 + 0.12 * len(every))
     figure.set_layout_engine("constrained")
-    panels = [axes_of(figure, mode, "state, MB", task, place=(1, 3, n)) for n, task in enumerate(("multikey", "fields", "names"), 1)]  # fmt: skip
-    for axes, task in zip(panels, ("multikey", "fields", "names"), strict=True):
-        for runs in evidence.by_model(rows):
+    panels = [axes_of(figure, mode, "state, MB", task, place=(1, 3, n)) for n, task in enumerate(tasks, 1)]  # fmt: skip
+    shown = {}
+    for number, runs in enumerate(every):
+        colour, marker = colormaps["tab10"](number % 10), "os^"[number // 10 % 3]
+        for axes, task in zip(panels, tasks, strict=True):
             value = evidence.mean(runs, evidence.recall(task))
             if math.isfinite(value):
-                size = runs[0]["state_bytes"] / 1e6
-                axes.plot(size, value, "o", color=mode.accent, ms=4)
-                name = runs[0]["model"].partition(":")[2].removesuffix("-125m")
-                axes.annotate(name, (size, value), fontsize=6, color=mode.ink)
+                (point,) = axes.plot(runs[0]["state_bytes"] / 1e6, value, marker, color=colour, ms=5)  # fmt: skip
+                shown[runs[0]["model"].partition(":")[2].removesuffix("-125m")] = point
+    for axes in panels:
         axes.set_xscale("log")
         axes.set_ylim(bottom=0)
         _plain_numbers(axes.xaxis)
+    if shown:
+        figure.legend(shown.values(), shown, loc="outside lower center", ncols=3, fontsize=6, frameon=False, labelcolor=mode.ink)  # fmt: skip
     return figure
 
 
 def draw_evidence_routing(mode: Mode, rows: list[Row]) -> Figure:
-    """Draw, for each Mixture-of-Memories, the smallest and the largest load of a memory in each layer over training."""
-    shown = [runs[0] for runs in evidence.routed(rows)]
+    """Draw, for each seed of each Mixture-of-Memories, the smallest and the largest load of a memory in each layer over training."""
+    shown = [row for runs in evidence.routed(rows) for row in runs]
     figure = new_figure(8.0, 2.6 * -(-len(shown) // 3))
     figure.set_layout_engine("constrained")
     for number, row in enumerate(shown, 1):
         place = (-(-len(shown) // 3), 3, number)
         axes = axes_of(figure, mode, "step", "least and largest load", place=place)
-        axes.set_title(row["model"].partition(":")[2], fontsize=7, color=mode.ink)
+        axes.set_title(f"{row['model'].partition(':')[2]}, seed {row['seed']}", fontsize=7, color=mode.ink)  # fmt: skip
         load, colours = row["router"]["load"], colormaps["viridis"]
         for layer in range(len(load[0])):
             for choose in (min, max):
@@ -359,6 +364,7 @@ _EVIDENCE = {
     "evidence_mom_recall": ("evidence_mom", draw_evidence_recall),
     "evidence_mom_routing": ("evidence_routing", draw_evidence_routing),
     "evidence_moe_loss": ("evidence_moe", draw_evidence_loss),
+    "evidence_moe_recall": ("evidence_moe", draw_evidence_recall),
     "evidence_recall": ("evidence_methods", draw_evidence_recall),
 }
 PLOTS |= {name: plot for name, plot in _EVIDENCE.items() if plot[0] in TABLES}

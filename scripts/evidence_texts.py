@@ -65,7 +65,8 @@ short runs, training and evaluations, with compiling unless another model traine
 The corpus is made of 82 of the 97 packages in [docs/corpus.md](../corpus.md): 117.3 M training tokens, of which the models saw 100 M. P(l) is the perplexity of the first l tokens of held-out
 documents of 65,536 tokens, and L(i) the loss at position i. Both are means over 29 documents, those of the 32 that were packed that are long enough. Nine are pieces of one
 dictionary (WordNet), four files of Emacs, three modules of Ansible, two pieces of FOLDOC, two files each of Singular and Vim, and seven of other packages. So
-these curves are of these texts: nine of 29 parts of each mean are one dictionary.
+these curves are of these texts: nine of 29 parts of each mean are one dictionary. In the plots a line is a seed, and a point of L(i) the mean of
+512 positions, the blocks that rows store; FoX's paper averages 101.
 
 Needles: the share recalled, over depths, in one text, a file of Emacs Lisp, cut to 1,024, 2,048 and 4,096 tokens, the training length T, and to 8,192 and 16,384 beyond it, by two definitions: found, the
 model's continuation contains the answer; below 1 nat, the answer itself has a loss below 1 nat a token after the prompt. The first is nearer to the paper, where another model judges continuations. Places are
