@@ -303,3 +303,13 @@ def test_one_memory_has_no_routing_to_show():
 
     assert not tables.has_routing(routed([1.0])) and not tables.has_routing(row("a"))
     assert tables.has_routing(routed([0.5, 0.5]))
+
+
+def test_the_numbers_that_the_page_types_are_those_of_the_rows():
+    trained = [r for r in read_rows(DOCS, tables.FILE) if r.get("kind") != "rates"]
+    first = [r for r in trained if "samples" not in r["needle"]]  # before needles in four excerpts
+    assert "means over 29 documents" in evidence_texts.NOTES
+    assert {r["long"]["sequences"] for r in trained} == {29}
+    assert "14 prompts of each mode" in evidence_texts.NOTES
+    assert {tables.needle_count(r, mode) for r in first for mode in ("easy", "standard")} == {14}
+    assert {r["recall"]["names"]["questions"] for r in trained} == {280}
