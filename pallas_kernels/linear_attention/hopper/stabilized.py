@@ -4,7 +4,7 @@ With the stabiliser m, which the caller computes, the stored memory M = e^-m C a
 
     M_t = e^d_t M_{t-1} + e^w_t k_tᵀ v_t,    d_t = log f_t + m_{t-1} - m_t <= 0,    w_t = log i_t - m_t <= 0,
 
-which is what `scalar_scan` computes with factors of writes; n is the memory of values that are 1 in one of 64 columns. The output is
+(both up to the rounding of m), which is what `scalar_scan` computes with factors of writes; n is the memory of values that are 1 in one of 64 columns. The output is
 h = q M / (max(|q n|, e^-m) + eps) (xLSTM, arXiv 2405.04517 Eqs. 15 and 19-21). It divides by what q n cancels to, so that a rounding of weights
 or memories would be amplified: the scans are exact (`scalar_columns`), and inputs are the only numbers of bfloat16.
 
@@ -172,12 +172,15 @@ def backward(
 
 
 def _factors(log_decay, log_input_gate, m, run, initial: Initial | None):
-    """Return the logarithms of the factors by which the stored memory decays before each token, and by which the token writes, [B, T, G]."""
+    """Return the logarithms of the factors by which the stored memory decays before each token, and by which the token writes, [B, T, G].
+
+    Where m is rounded, a logarithm may be above 0 by as much: a limit of 0 would keep only the errors below it, which then add up over tokens.
+    """
     first = jnp.zeros_like(m[:, 0]) if initial is None else initial.stabilizer
     before = jnp.concatenate([first[:, None], m[:, :-1]], axis=1)
     if run is not None:
         before = jnp.where(_begins(run)[..., None], 0, before)
-    return jnp.minimum(log_decay + (before - m), 0), jnp.minimum(log_input_gate - m, 0)
+    return log_decay + (before - m), log_input_gate - m
 
 
 def _begins(run):
