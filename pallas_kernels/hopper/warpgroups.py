@@ -84,13 +84,17 @@ def upper_half(x):
     return lax.bitcast_convert_type(bits & jnp.int32(-0x10000), jnp.float32)
 
 
-def two_terms(x):
-    """Return two numbers of bfloat16 for each of the float32 tile x, whose sum differs from it by at most 2^-16 of it: x rounded, and the rounded
-    rest. The first is rounded by its bits, since a compiler may leave out conversions there and back.
+def split_terms(x, count: int) -> tuple[Any, ...]:
+    """Return `count` numbers of bfloat16 for each of the float32 tile x, whose sum differs from it by at most 2^(-8 count) of it: x rounded, the
+    rounded rest, and so on. All but the last are rounded by their bits, since a compiler may leave out conversions there and back.
     """
-    bits = lax.bitcast_convert_type(x, jnp.int32) + jnp.int32(0x8000)
-    high = lax.bitcast_convert_type(bits & jnp.int32(-0x10000), jnp.float32)
-    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+    terms = []
+    for _ in range(count - 1):
+        bits = lax.bitcast_convert_type(x, jnp.int32) + jnp.int32(0x8000)
+        high = lax.bitcast_convert_type(bits & jnp.int32(-0x10000), jnp.float32)
+        terms.append(high.astype(jnp.bfloat16))
+        x = x - high
+    return *terms, x.astype(jnp.bfloat16)
 
 
 def as_left(x, buffer, interpret: Any):

@@ -132,7 +132,7 @@ HOPPER_COMPILED = (
     Compiled((1, 1, 4), 128, 64, "log_decay writes", 0),
     Compiled((1, 1, 4), 128, 64, "log_decay writes segment_ids", 0),
     Compiled((1, 1, 3), 128, 64, "log_decay writes", 0),
-    Compiled((4, 4, 4), 128, 256, "log_decay gate", 304),  # mLSTM
+    Compiled((4, 4, 4), 128, 256, "log_decay gate", 364),  # mLSTM
     Compiled((4, 2, 2), 64, 128, "log_decay gate segment_ids", 120),
     Compiled((4, 4, 4), 64, 128, "channel log_decay segment_ids", 176),
     Compiled((4, 4, 4), 128, 128, "channel log_decay", 116),

@@ -186,12 +186,21 @@ def test_operands_of_one_term_would_be_amplified(gates, seed, monkeypatch):
     scan = stabilized.scalar_scan
 
     def rounded(*arrays, **options):
-        output, *others = scan(*arrays, **options | dict(exact=False))
+        output, *others = scan(*arrays, **options | dict(terms=1))
         return output.astype(jnp.float32), *others
 
     monkeypatch.setattr(stabilized, "scalar_scan", rounded)
     worse = fused(marks, x)[0]
     assert error(worse, wanted) > OUTPUT_TOLERANCE and largest_error(worse, wanted) > 10 * PRECISION
+
+
+def test_two_terms_of_the_normaliser_would_be_amplified(monkeypatch):
+    """Where q n cancels to a 3,000th of its terms, the largest output has the bound's precision with three terms of q n, and not with two."""
+    x, marks = make(Case((1, 1, 1), (64, 64), 64, "strong"), seed=80)
+    wanted = recurrence(marks, x)[0]
+    assert largest_error(fused(marks, x)[0], wanted) < PRECISION
+    monkeypatch.setattr(stabilized, "_NORMALIZER_TERMS", 2)
+    assert largest_error(fused(marks, x)[0], wanted) > 3 * PRECISION
 
 
 def test_rounding_of_the_stabiliser_cancels():

@@ -4,9 +4,9 @@ A warpgroup has a tile [D, 64] of a memory S [D, V] in registers and computes wh
 Another warpgroup loads the next chunks. Two warpgroups of a thread block use the same x and y: they have columns of one memory or, where
 heads of 64 columns are paired, the memories of two heads that share x and y.
 
-An exact scan (`Call.exact`) computes in products of bfloat16 what those of float32 would: weights, memories and decayed writes are each the
-sum of two terms (`warpgroups.two_terms`), with a product for each, and the output is stored in float32, from registers. The inputs x, y and z are numbers
-of bfloat16 in both.
+An exact scan (`Call.terms` of 2 or 3) computes in products of bfloat16 what those of float32 would: weights, memories and decayed writes are each
+the sum of so many terms (`warpgroups.split_terms`), with a product for each, and the output is stored in float32, from registers. The inputs x, y
+and z are numbers of bfloat16 in all scans, and saved memories have two terms at most.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pallas_kernels.linear_attention.hopper.scalar_roles_plan import Scan
 from pallas_kernels.linear_attention.hopper.scalar_weights import SQUARE, times_rows, token_weights
 
 _STAGES = 3  # chunks that are loaded or in use at once
+_PLACES = "", "_low", "_lowest"  # ends of the names of the buffers of the terms
 _TILE = CHUNK, BLOCK
 _F32 = jnp.float32
 
@@ -125,14 +126,16 @@ def _smem(call: Call, dtype) -> dict[str, Any]:
     buffers = dict(
         memory=memory, written=written, out=tiles((call.groups, *_TILE)), weights=weights
     )
-    if call.exact:  # the output is stored from registers
-        buffers |= dict(out=None, memory_low=memory, written_low=written, weights_low=weights)
+    if call.terms > 1:  # the output is stored from registers
+        buffers["out"] = None
+    for place in _PLACES[1 : call.terms]:
+        buffers |= {f"{n}{place}": buffers[n] for n in ("memory", "written", "weights")}
     return buffers
 
 
 def _stages(call: Call) -> int:
     """Return how many chunks are loaded or in use at once: as many as shared memory has room for beside the other buffers."""
-    full = call.exact and call.groups * call.depth > 128
+    full = call.terms > 1 and call.groups * call.depth > 128
     return min(_STAGES - full, call.count)
 
 
@@ -271,20 +274,18 @@ class _Warpgroup(NamedTuple):
 
     def store_operand(self, name: str, tile) -> list[Any]:
         """Store a float32 tile in the buffer `name` as an operand of products in bfloat16; return references to the terms whose sum it is: one, or
-        two of an exact scan.
+        two or three of an exact scan.
         """
         stored = []
-        for place, term in zip((name, f"{name}_low"), self.terms(tile), strict=False):
-            stored.append(self.smem[place].at[self.at.group])
+        for place, term in zip(_PLACES, wg.split_terms(tile, self.call.terms), strict=False):
+            stored.append(self.smem[f"{name}{place}"].at[self.at.group])
             stored[-1][...] = term
         return stored
 
-    def terms(self, tile) -> tuple[Any, ...]:
-        """Return the numbers of bfloat16 by which products compute with a float32 tile: the rounded tile, or two terms."""
-        return wg.two_terms(tile) if self.call.exact else (tile.astype(jnp.bfloat16),)
-
     def save_state(self, n, memory) -> None:
-        """Start to store the memory S [D, 64] before chunk n, the first chunk of an interval, for the backward pass: the terms `memory`."""
+        """Start to store the memory S [D, 64] before chunk n, the first chunk of an interval, for the backward pass: the first two of the terms
+        `memory`.
+        """
         at = self.at
         interval = lax.div(n, self.call.interval)
         for name, term in zip(("saved", "saved_low"), memory, strict=False):
@@ -308,7 +309,7 @@ class _Warpgroup(NamedTuple):
         self.refs["products"].at[at.b, at.h, at.column, interval, at.rows][...] = products
 
     def weigh(self, scores, chunk) -> list[Any]:
-        """Return the decayed scores of one chunk as the left operands of products, one or two terms [64, 64]: `scores`, the products x_i . y_j of
+        """Return the decayed scores of one chunk as the left operands of products, one to three terms [64, 64]: `scores`, the products x_i . y_j of
         what reads the memory and of the keys, times the decay from token j to token i, and 0 where token i does not read token
         j.
 
@@ -317,7 +318,7 @@ class _Warpgroup(NamedTuple):
         call = self.call
         weights = token_weights(chunk, call.reverse, call.read_scale * call.write_scale, call.rank)
         if not call.interpret:
-            return list(self.terms(scores * weights))
+            return list(wg.split_terms(scores * weights, call.terms))
         # The interpreter requires left operands in shared memory.
         stored = self.store_operand("weights", scores * weights)
         plgpu.commit_smem()
@@ -346,12 +347,12 @@ class _Warpgroup(NamedTuple):
         if at.skip is not None and skipped is not None:
             out += at.skip * skipped
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if not call.exact:
+        if call.terms == 1:
             buffer = self.smem["out"].at[at.group]
             buffer[...] = out.astype(buffer.dtype)
         plgpu.commit_smem()  # also ahead of the next chunk's arrival where this one was read
         target = self.refs["out"].at[at.b, tokens, at.h * call.slices + at.slice, at.columns]
-        if call.exact:
+        if call.terms > 1:
             target[...] = out
         else:
             plgpu.copy_smem_to_gmem(self.smem["out"].at[at.group], target)

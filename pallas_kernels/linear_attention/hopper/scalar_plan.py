@@ -96,7 +96,7 @@ class Call(NamedTuple):
         read_scale: the factor by which what tokens read is multiplied.
         write_scale: the factor by which writes are multiplied.
         rank: number of consecutive rows that are one token.
-        exact: whether weights, memories and decayed writes are sums of two terms of bfloat16.
+        terms: number of terms of bfloat16, 1 to 3, whose sum each of the weights, memories and decayed writes is.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
@@ -116,7 +116,7 @@ class Call(NamedTuple):
     read_scale: float
     write_scale: float
     rank: int
-    exact: bool
+    terms: int
     interpret: Any
 
     @property

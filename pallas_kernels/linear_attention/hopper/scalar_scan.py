@@ -74,7 +74,7 @@ def scan_of(
     x, y, z, decay: Decays, *, heads: int, initial=None, read_scale: float = 1.0,
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
     states=None, chunk_bounds=None, skip=None, rank: int = 1, paired: bool = False, each_chunk: bool = False,
-    return_sums: bool = False, exact: bool = False, interpret: Any = False,
+    return_sums: bool = False, terms: int = 1, interpret: Any = False,
 ) -> Scan:  # fmt: skip
     """Return a scan that carries memories S [D, V] with a scalar decay through all chunks of a row. Its results are what tokens read from
     them and the last memories.
@@ -110,8 +110,9 @@ def scan_of(
         each_chunk: whether every chunk is an interval.
         return_sums: whether to return also the sums that this scan computes from log decays: [B, heads, T], up to each token of its chunk,
             and the exponential of the sum after it. It must not be `reverse`.
-        exact: whether weights, memories and decayed writes are each the sum of two numbers of bfloat16, so that their rounding adds no error
-            that counts beside float32's sums, and the output is float32. Saved memories and `states` are then pairs of arrays, of such terms.
+        terms: number of terms of bfloat16, 1 to 3, whose sum each of the weights, memories and decayed writes is. With 2 or 3 the scan is exact:
+            each is within 2^-16 or 2^-24 of its float32, and the output is float32. Saved memories and `states` are then pairs of arrays, of two
+            terms. Scans of 3 terms have one warpgroup a thread block, for whose buffers there is room.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
@@ -143,32 +144,34 @@ def scan_of(
     streams = {n: a for n, a in (dict(x=x, y=y, z=z) | vectors).items() if a is not None}
     paired = (
         paired
+        and terms < 3
         and x is not None
         and decay.read_decay is not None
         and decay.read_decay.shape[1] == heads
         and pairs(x, y, z, heads)
     )
-    states, states_low = states if exact and states is not None else (states, None)
+    states, states_low = states if terms > 1 and states is not None else (states, None)
     others = dict(
         log_decay=decay.log_decay, chunk_decay=chunk_decay, initial=initial, partner=partner, states=states,
         states_low=states_low, chunk_bounds=chunk_bounds, skip=skip,
     )  # fmt: skip
     groups = 2 if paired else count_groups(blocks, batch * runs * heads * slices)
+    groups = 1 if terms > 2 else groups
     call = Call(
         shapes={n: a.shape for n, a in (streams | others).items() if a is not None}, streams=(*streams, *sums), sums=sums,
         heads=heads, depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=groups, paired=paired, reverse=reverse,
-        save_states=save_states, read_scale=read_scale, write_scale=write_scale, rank=rank, exact=exact, interpret=interpret,
+        save_states=save_states, read_scale=read_scale, write_scale=write_scale, rank=rank, terms=terms, interpret=interpret,
     )  # fmt: skip
     struct: Any = jax.ShapeDtypeStruct
     saved = struct((batch, heads, intervals, all_rows, width), z.dtype)
     if paired:
         streams["z"] = z.reshape(batch, length, heads // 2, 2 * width)
     outputs = dict(
-        out=None if x is None else struct((batch, length, heads * slices, width), _F32 if exact else z.dtype),
+        out=None if x is None else struct((batch, length, heads * slices, width), _F32 if terms > 1 else z.dtype),
         last=struct((batch * runs, heads, all_rows, width), _F32),
         dots=None if partner is None else struct((batch, heads, slices * blocks, length), _F32),
         saved=saved if save_states else None,
-        saved_low=saved if save_states and exact else None,
+        saved_low=saved if save_states and terms > 1 else None,
         products=None if states is None else struct((batch, heads, blocks, intervals, all_rows), _F32),
         skip_dots=None if skip is None or partner is None else struct((batch, heads, slices * blocks, length), _F32),
         stored_cum=struct((batch, heads, length), _F32) if return_sums else None,
@@ -176,7 +179,7 @@ def scan_of(
     )  # fmt: skip
     roles = _ran_by_roles(call, decay) if ROLES is None else ROLES
     roles |= bool(sums) or (x is None and save_states)  # the scan by columns does neither
-    roles &= not exact
+    roles &= terms == 1
     return Scan(call, streams | others, outputs, roles and scalar_roles.supports(call))
 
 
