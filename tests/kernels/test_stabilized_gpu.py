@@ -282,13 +282,15 @@ def test_lowers_for_an_h200(derivative, calls, monkeypatch):
     assert text.count("custom_call @mosaic_gpu") == calls
 
 
-def test_runs_by_name_only(monkeypatch):
-    """No card has run it, so that the automatic choice on an H200 is XLA."""
+@pytest.mark.parametrize("batch, kernel", [(8, True), (7, False)])
+def test_runs_where_it_fills_half_of_a_card(batch, kernel, monkeypatch):
+    """By default on an H200: 64 thread blocks of 128 value channels."""
     monkeypatch.undo()
     with use_abstract_mesh(H200):
         run = lambda x: ops.linear_memory(**x, normalize=EPS)[0]  # noqa: E731
-        text = jax.jit(run).trace(_shapes()).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" not in text
+        traced = jax.jit(run).trace(_shapes(batch=batch))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" in text) is kernel
 
 
 @pytest.mark.parametrize(
