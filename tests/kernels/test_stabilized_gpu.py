@@ -223,6 +223,23 @@ def test_rounding_of_the_stabiliser_cancels():
     np.testing.assert_allclose(written, -20 - m, rtol=1e-7)
 
 
+@pytest.mark.parametrize("case", ["closed gates", "emptied"])
+def test_gates_without_a_limit(case):
+    """Input gates of -inf write nothing, and a decay of e^-1e10 with closed gates after it overflows nothing."""
+    x, marks = make(Case((1, 1, 1), (64, 64), 256, "mild", state=False))
+    if case == "closed gates":
+        x["log_input_gate"] = x["log_input_gate"].at[0, jnp.array([5, 6, 255])].set(-jnp.inf)
+    else:
+        x["log_decay"] = jnp.full_like(x["log_decay"], -30.0).at[0, 0].set(-1e10)
+        x["log_input_gate"] = x["log_input_gate"].at[0, :200].set(-1e30)
+    wanted = recurrence(marks, x)
+    got, pull = jax.vjp(functools.partial(fused, marks), x)
+    for a, b in zip(got, wanted, strict=True):
+        assert largest_error(a, b) < PRECISION
+    (gradients,) = pull(tuple(map(jnp.ones_like, got)))
+    assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in gradients.values())
+
+
 def test_no_output_depends_on_later_tokens():
     """A change of one token changes no bit of an earlier output, and every later one."""
     x, marks = make(CASES["mild"])

@@ -111,7 +111,8 @@ def run_stabilized(call: Call) -> tuple[jax.Array, LinearState]:
     given, options = call.arguments, call.options
     q, k, v, state = (given[n] for n in ("q", "k", "v", "state"))
     tokens = memory_kernels.tokens_of(given)
-    gate = select(tokens.written, given["log_input_gate"].astype(jnp.float32))
+    gate = jnp.maximum(given["log_input_gate"].astype(jnp.float32), stabilized.NEVER)  # also -inf
+    gate = select(tokens.written, gate)
     if tokens.written is not None:
         gate = jnp.where(tokens.written[..., None], gate, stabilized.NEVER)
     log_decay = given["log_decay"]

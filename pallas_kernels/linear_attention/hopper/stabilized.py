@@ -39,6 +39,7 @@ __all__ = ["CHUNK", "NEVER", "REQUIREMENTS", "Initial", "Residuals", "backward",
 
 NEVER = -1e30
 """The logarithm of a closed gate: finite, so that differences are finite."""
+_MOST = 2.0**-8  # the largest logarithm of a factor: what rounding of the stabiliser adds to 0
 REQUIREMENTS = in_bfloat16("q", "k", "v"), key_dims(*SIZES), value_dims(*SIZES)
 _NORMALIZER_TERMS = 3  # of bfloat16 in the operands of the scan that computes q n
 _F32 = jnp.float32
@@ -178,12 +179,13 @@ def _factors(log_decay, log_input_gate, m, run, initial: Initial | None):
     """Return the logarithms of the factors by which the stored memory decays before each token, and by which the token writes, [B, T, G].
 
     Where m is rounded, a logarithm may be above 0 by as much: a limit of 0 would keep only the errors below it, which then add up over tokens.
+    An m of more than 2^15, whose steps are above 2^-8, is no sum of gates but a decay that empties the memory: there the limit prevents an overflow.
     """
     first = jnp.zeros_like(m[:, 0]) if initial is None else initial.stabilizer
     before = jnp.concatenate([first[:, None], m[:, :-1]], axis=1)
     if run is not None:
         before = jnp.where(_begins(run)[..., None], 0, before)
-    return log_decay + (before - m), log_input_gate - m
+    return jnp.minimum(log_decay + (before - m), _MOST), jnp.minimum(log_input_gate - m, _MOST)
 
 
 def _begins(run):
