@@ -139,7 +139,7 @@ def draw_step_profile(mode: Mode, rows: list[Row]) -> Figure:
                 axes.barh(at, spent, 0.36, left=start, color=colour, alpha=alpha)
                 start += spent
     for part, colour in zip(parts, colours, strict=True):
-        axes.barh(0, 0, color=colour, label=step_profile.CATEGORIES.get(part, "between kernels"))
+        axes.barh(0, 0, color=colour, label=step_profile.CATEGORIES.get(part, part))
     axes.set_yticks(range(len(pairs)), [after["variant"] for _, after in pairs])
     axes.invert_yaxis()
     axes.legend(frameon=False, labelcolor=mode.ink, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))  # fmt: skip

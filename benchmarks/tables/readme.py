@@ -58,12 +58,16 @@ def _beside(rows: list[Row], variant: str, peer: str) -> tuple[str, str]:
     of flash-linear-attention ("fla") without an optimizer, of jax-linear-attention's trainer ("jla") of a whole step.
     """
     shape = dict(
-        rows_file="model_step.jsonl", variant=variant, length=4096, matmul=None, mixer=None
+        rows_file="model_step.jsonl",
+        variant=variant,
+        length=4096,
+        matmul=None,
+        mixer=None,
+        categories=None,
     )
-    other = newest(rows, **shape, peer=peer)
-    if peer == "jla":  # the fastest of the policies that were timed
-        policies = [row for row in rows if matches(row, **shape, peer=peer)]
-        other = max(policies, key=lambda row: row.get("tokens_per_second", 0))
+    theirs = [row for row in rows if matches(row, **shape, peer=peer)]
+    fields = "tokens_per_second", "fla_gradient_tokens_per_second"
+    other = max(theirs, key=lambda row: max(row.get(name, 0) for name in fields))
     own = newest(rows, **shape, peer=None, commit=other["commit"], device=other["device"])
     field = "fla_gradient_tokens_per_second" if peer == "fla" else "tokens_per_second"
     return significant(own["tokens_per_second"]), significant(other[field])

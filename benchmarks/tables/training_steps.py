@@ -204,19 +204,18 @@ def stands_beside_fla(row: Row) -> bool:
 
 
 def _beside_fla(rows: list[Row]) -> list[tuple[Row | None, Row | None]]:
-    """Return, for each variant and length of a row, (our stored training row, flash-linear-attention's): ours with "dots_and_states" of
-    the peer's newest commit, or otherwise the newest of each, at 340M with "dots"."""
+    """Return, for each variant and length of a row, (our training row, flash-linear-attention's fastest): ours with "dots_and_states" of the
+    same commit, or otherwise the newest with it, or otherwise the newest."""
     pairs: list[tuple[Row | None, Row | None]] = []
     for variant in PEER_VARIANTS:
         for length in LENGTHS:
             of = [row for row in rows if (row["variant"], row["length"]) == (variant, length)]
-            theirs = next((row for row in reversed(of) if "peer" in row), None)
-            states = {row["commit"]: row for row in of if row.get("remat") == "dots_and_states"}
-            others = states.values() if variant.endswith("-1.3b") else [row for row in of if row.get("remat") == "dots"]  # fmt: skip
-            ours = states.get(theirs["commit"]) if theirs else None
-            ours = ours or next(reversed([*others]), None)
-            if ours or theirs:
-                pairs.append((ours, theirs))
+            ours, theirs = ([r for r in of if ("peer" in r) is peer] for peer in (False, True))
+            peer = max(theirs, key=lambda r: r["fla_gradient_tokens_per_second"], default=None)
+            states = [row for row in ours if row["remat"] == "dots_and_states"]
+            same = [row for row in states if peer and row["commit"] == peer["commit"]]
+            if of:
+                pairs.append((next(reversed(same or states or ours), None), peer))
     return pairs
 
 

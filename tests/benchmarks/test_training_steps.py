@@ -138,15 +138,30 @@ def test_a_table_has_the_run_in_which_the_peer_was_fastest():
     assert (ours["tokens_per_second"], theirs["tokens_per_second"]) == (59_000, 45_000)
 
 
-def test_a_table_has_our_step_of_flas_run():
+def test_a_table_has_flas_fastest_run_and_our_step_of_it():
     own = dict(variant="gla-340m", length=2048, remat="dots")
     states = own | dict(remat="dots_and_states")
     peer = dict(variant="gla-340m", length=2048, peer="fla")
+    fast, slow = (peer | dict(fla_gradient_tokens_per_second=n) for n in (2, 1))
     table = TABLES["model_step_fla"]
-    older = [states | dict(commit="a"), peer | dict(commit="b"), own | dict(commit="c")]
-    assert table.lines(older) == [(older[2], older[1])]
-    newer = [*older, states | dict(commit="d"), peer | dict(commit="d"), own | dict(commit="e")]
-    assert table.lines(newer) == [(newer[3], newer[4])]
+    rows = [own | dict(commit="a"), fast | dict(commit="b"), slow | dict(commit="c")]
+    assert table.lines(rows) == [(rows[0], rows[1])]
+    rows += [states | dict(commit=n) for n in "bd"]
+    assert table.lines(rows) == [(rows[3], rows[1])]
+    rows += [peer | dict(fla_gradient_tokens_per_second=3, commit="e")]
+    assert table.lines(rows) == [(rows[4], rows[5])]
+
+
+def test_a_policy_of_the_peer_that_does_not_fit_has_a_line():
+    row = dict(variant="gla-1.3b", peer_remat="dots", date="2026-11-28", commit="a")
+    rows = [
+        row | dict(error="RESOURCE_EXHAUSTED: Out of memory"),
+        row | dict(error="not done after 170 s", mixer="num_heads=2"),
+        row | dict(tokens_per_second=1_000, matmul="fp8"),
+    ]
+    columns = {column.title: column.cell for column in TABLES["model_step_jla_policies"].columns}
+    assert [columns["10³ tokens/s"](r) for r in rows] == ["does not fit", "failed", "1.0"]
+    assert [columns["model"](r) for r in rows[:2]] == ["`gla-1.3b`", "`gla-1.3b num_heads=2`"]
 
 
 def test_times_by_category_stand_beside_those_of_the_release():
