@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -298,10 +299,14 @@ def sentences(rows: list[Row]) -> str:
     fox = [row for row in rows if row["table"] == "fox"]
     tokens = _range(row["tokens"] / 1e6 for row in rows)
     active = _range(row["parameters"]["active"] / 1e6 for row in rows)
-    of = "those of FoX's table" if fox else "they"
+    # Only runs of equal tokens are in one order: of those that most rows have, the larger number if two are equally frequent.
+    whose = " of FoX's table" if fox else ""
+    number = Counter(row["tokens"] for row in fox or rows)
+    most = max(number, key=lambda count: (number[count], count))
+    of = f"those{whose} with {most / 1e6:g} million tokens"
     order = ", ".join(
-        f"`{runs[0]['model']}` ({evidence.mean(runs, evidence.heldout_loss):.3f})"
-        for runs in evidence.by_model(fox or rows)
+        f"{evidence.name(runs)} ({evidence.mean(runs, evidence.heldout_loss):.3f})"
+        for runs in evidence.by_model([row for row in fox or rows if row["tokens"] == most])
         if math.isfinite(evidence.mean(runs, evidence.heldout_loss))
     )
     first = f"{len({row['model'] for row in rows})} models of {active} million active parameters were trained on {tokens} million tokens; by held-out loss {of} are in the order {order}."

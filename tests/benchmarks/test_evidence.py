@@ -349,7 +349,9 @@ def test_the_page_begins_with_what_holds_and_what_does_not(monkeypatch, tmp_path
     found, _, *lists = text.split("\n")
     assert found.count(". ") == 1 and found.endswith(".")  # two sentences
     assert found.startswith("7 models of 125 million active parameters were trained on 0 to 100 ")
-    assert "in the order `fox:transformer-pro-125m` (2.000), `fox:hgrn2-125m` (2.000), `fox:pro" in found  # fmt: skip
+    order = "`fox:hgrn2-125m` (2.000), `fox:pro-125m` (2.950), `fox:transformer-pro-125m` (3.100)"
+    assert f"by held-out loss those of FoX's table with 100 million tokens are in the order {order}. Of" in found  # fmt: skip
+    assert "those with 10 million tokens are in the order `linear_moe" in claims.sentences(rows[5:8])  # fmt: skip
     assert "Of 8 statements of the papers 4 hold, 3 do not, and 1 is within the noise (1 by seeds); of 1 comparison of this project 0 hold, 0 do not, and 1 is" in found  # fmt: skip
     hold, fail = lists
     assert hold.startswith("- Statements of the papers that hold here: `fox:pro-125m` below")
