@@ -297,6 +297,28 @@ def test_methods_that_mix_neighbours_are_below_those_that_do_not():
     assert most < least
 
 
+def test_the_paper_page_of_fox_has_the_values_of_the_rows():
+    names = {
+        "FoX (Pro)": "fox:pro-125m", "FoX (LLaMA)": "fox:llama-125m", "Transformer (Pro)": "fox:transformer-pro-125m",
+        "Transformer (LLaMA)": "fox:transformer-llama-125m", "Gated DeltaNet": "lm:gated_deltanet-125m",
+        "Mamba-2": "fox:mamba2-125m", "HGRN2": "fox:hgrn2-125m",
+    }  # fmt: skip
+    lines = (DOCS / "papers" / "fox.md").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("| The same at 125M"))
+    (table,) = (table for table in tables.EVERY if table.name == "evidence_fox")
+    trained = [r for r in table.rows(DOCS) if r["tokens"] == 10**8 and not r.get("time_of")]
+    found = {runs[0]["model"]: runs for runs in reversed(tables.by_model(trained))}
+    assert set(found) == set(names.values())
+    for name, model in names.items():
+        loss = tables.mean(found[model], tables.heldout_loss)
+        near, far = (tables.mean(found[model], tables.perplexity(n)) for n in (4096, 65536))
+        assert f"{name} {loss:.3f}, {near:.2f}, {far:.2f}" in line
+    one, two = (line.index(text) for text in ("of one seed: ", "means of two seeds: "))
+    assert two < one
+    for name, model in names.items():
+        assert (line.index(name, two) > one) == (len(found[model]) == 1)
+
+
 def test_one_memory_has_no_routing_to_show():
     def routed(loads):
         return row("a", router=dict(steps=[1], load=[[loads]], entropy=[[0.0]]))
