@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 TASKS = ("heldout", "long", "needle", "recall", "harness")
 _BLOCK = 512  # tokens of which L(i) has one mean in a row
-_EXCERPTS = 4  # of text in which needles are hidden: in one, two depths can have one place, where it has no full stop between them
 
 
 def state_bytes(config: models.ModelConfig, context: int) -> int:
@@ -49,9 +48,8 @@ def request_of(task: str, setting: Setting) -> tuple[str, Request]:
         tokens = setting.long_documents * setting.long_length
         return "perplexity", Request(**long, batch_size=1, max_tokens=tokens)
     if task == "needle":
-        needle = NeedleConfig(
-            lengths=setting.needle_lengths, depths=(0, 25, 50, 75, 100), samples=_EXCERPTS
-        )
+        # One text for all rows, whose scores can be compared only then.
+        needle = NeedleConfig(lengths=setting.needle_lengths, depths=(0, 25, 50, 75, 100))
         return "needle", Request(data=long["data"], needle=needle, batch_size=11)
     if task == "recall":
         return "recall", Request()
@@ -91,6 +89,12 @@ def check_inputs(setting: Setting, *, given_documents: int | None) -> None:
         if (least := min(setting.needle_lengths)) < task.shortest:
             raise UsageError(
                 f"--needle_lengths={least}: with this tokenizer needle and question require at least {task.shortest} tokens"
+            )
+        room = TokenStore(corpus / "long.zarr").length
+        if task.text_length(most := max(setting.needle_lengths)) > room:
+            raise UsageError(
+                f"--needle_lengths={most}: it requires {task.text_length(most)} tokens of one text, and the rows of long.zarr in "
+                f"{corpus} have {room}; accepted are lengths up to {room + most - task.text_length(most)}"
             )
     if "harness" in tasks:
         if importlib.util.find_spec("lm_eval") is None:
@@ -136,7 +140,7 @@ def evaluate(task: str, run: Any, workdir: Path, setting: Setting) -> dict[str, 
     if name == "needle":
         kept = "found", "nll", "below_one", "place"
         return dict(
-            **{key: results[key] for key in ("lengths", "depths", "samples", "without_needle")},
+            **{key: results[key] for key in ("lengths", "depths", "without_needle")},
             **{mode: {key: results[mode][key] for key in kept} for mode in ("easy", "standard")},
             seconds=round(time.perf_counter() - began, 1),
         )

@@ -70,7 +70,7 @@ def needles(mode: str, *, beyond: bool, by: str = "found") -> Callable[[Row], fl
 
 def needle_count(row: Row, mode: str = "easy") -> int:
     """Return the number of different prompts with a needle up to the training length."""
-    return len(_prompts(row, mode, beyond=False)) * row["needle"].get("samples", 1)
+    return len(_prompts(row, mode, beyond=False))
 
 
 def recall(task: str) -> Callable[[Row], float | None]:

@@ -452,7 +452,7 @@ def test_two_tiny_models_from_corpus_to_rows(tmp_path, capsys):
         assert np.isfinite(row["heldout"]["loss"]) and len(row["long"]["loss_by_block"]["loss"]) == 2  # fmt: skip
         needle = row["needle"]
         assert {np.shape(needle["easy"][k]) for k in ("found", "below_one", "place")} == {(1, 5)}
-        assert np.isfinite(needle["without_needle"]["nll"]).all() and needle["samples"] == 4
+        assert np.isfinite(needle["without_needle"]["nll"]).all()
         assert (
             set(row["recall"]) == {*evidence_recall.TASKS, "seconds"}
             and row["recall"]["names"]["questions"] == 2

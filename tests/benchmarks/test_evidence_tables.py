@@ -155,10 +155,8 @@ def test_needles_at_one_place_count_once_and_have_two_scores():
     assert tables.needles("easy", beyond=False, by="below_one")(one) == 3 / 5
     assert tables.needles("easy", beyond=True)(one) is None
     assert tables.needles("easy", beyond=False)(row("a", needle=None)) is None
-    easy["below_one"] = [[0.5, 0.25, 0.25], [1, 0, 0]]  # of four excerpts
-    one["needle"]["samples"] = 4
-    assert tables.needle_count(one) == 20
-    assert tables.needles("easy", beyond=False, by="below_one")(one) == 2 / 5
+    easy["below_one"] = [[1, 1, 0], [1, 0, 0]]  # as newer rows store it
+    assert tables.needles("easy", beyond=False, by="below_one")(one) == 3 / 5
 
 
 GLA, INNER = "mom:125m,inner=gla", "mom:125m,inner=gla,baseline=inner"
@@ -329,9 +327,8 @@ def test_one_memory_has_no_routing_to_show():
 
 def test_the_numbers_that_the_page_types_are_those_of_the_rows():
     trained = [r for r in read_rows(DOCS, tables.FILE) if r.get("kind") != "rates"]
-    first = [r for r in trained if "samples" not in r["needle"]]  # before needles in four excerpts
     assert "means over 29 documents" in evidence_texts.NOTES
     assert {r["long"]["sequences"] for r in trained} == {29}
     assert "14 prompts of each mode" in evidence_texts.NOTES
-    assert {tables.needle_count(r, mode) for r in first for mode in ("easy", "standard")} == {14}
+    assert {tables.needle_count(r, mode) for r in trained for mode in ("easy", "standard")} == {14}
     assert {r["recall"]["names"]["questions"] for r in trained} == {280}
