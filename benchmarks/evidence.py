@@ -262,14 +262,24 @@ def measure_rates(
     )  # fmt: skip
 
 
-_OF_RATES = "factor", "rates", "short_tokens", "corpus", "rates_seconds", "tokens_per_second"
+LEAST_FACTOR, MOST_FACTOR = 1e-4, 1e4  # of the published learning rate
+_NUMBER = "a number from {:g} to {:g}"
+_OF_RATES: dict[str, tuple[type | tuple[type, ...], tuple[float, float] | None, str]] = {
+    "factor": ((int, float), (LEAST_FACTOR, MOST_FACTOR), _NUMBER),
+    "rates": (dict, None, "an object of losses by rate"),
+    "short_tokens": (int, (1, 1e15), _NUMBER),
+    "corpus": (str, None, "a text"),
+    "rates_seconds": ((int, float), (0, 1e9), _NUMBER),
+    "tokens_per_second": ((int, float), (1, 1e12), _NUMBER),
+}
+"""What `chosen_rates` reads of a row: the type, the least and the largest number, and what is accepted in words."""
 
 
 def chosen_rates(rows: list[dict[str, Any]], models: Iterable[str], setting: Setting) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Return the row of `measure_rates` of each model: the newest with the setting's tokens in a row and rows in a step.
 
     Raises:
-        UsageError: a model has none, or one that lacks a field.
+        UsageError: a model has none, or one that lacks a field or has another value than is accepted there.
     """
     found = {
         row.get("model"): row
@@ -280,11 +290,19 @@ def chosen_rates(rows: list[dict[str, Any]], models: Iterable[str], setting: Set
     for model in models:
         if model not in found:
             raise UsageError(
-                f"--rates: no row of {model} with {setting.batch_size} rows of {setting.length} tokens in a step; make it with "
+                f"no row of {model} with {setting.batch_size} rows of {setting.length} tokens in a step; make it with "
                 f"--only_rates --models {model}; there are {', '.join(map(str, found)) or 'none'}"
             )
-        if missing := [name for name in _OF_RATES if name not in found[model]]:
-            raise UsageError(f"--rates: the row of {model} lacks {', '.join(missing)}; accepted are rows of --only_rates")  # fmt: skip
+        row = found[model]
+        if missing := [name for name in _OF_RATES if name not in row]:
+            raise UsageError(f"the row of {model} lacks {', '.join(missing)}; accepted are rows of --only_rates")  # fmt: skip
+        for name, (kind, bounds, accepted) in _OF_RATES.items():
+            value = row[name]
+            right = isinstance(value, kind) and not isinstance(value, bool)
+            if not right or (bounds and not bounds[0] <= value <= bounds[1]):
+                raise UsageError(
+                    f"the row of {model} has {name}={value!r:.40}; accepted is {accepted.format(*bounds or ())}"
+                )
     return found
 
 

@@ -164,13 +164,24 @@ def setting_of(args: argparse.Namespace) -> evidence.Setting:
     for name in ("tasks", "harness"):
         if not getattr(args, name):
             raise UsageError(f"--{name}= is empty: accepted are names, at least one")
+    for name, names in (("tasks", args.tasks), ("models", models_of(args))):
+        if twice := [one for one in names if names.count(one) > 1]:
+            raise UsageError(f"--{name}: {twice[0]!r} is given twice; accepted are different names")
+    if args.lock is not None and (args.lock.is_dir() or not args.lock.parent.is_dir()):
+        raise UsageError(f"--lock={args.lock}: accepted is a file, which may be new, in a folder that exists")  # fmt: skip
     if not args.minutes >= 0:  # nor NaN
         raise UsageError(f"--minutes={args.minutes:g}: accepted are numbers from 0")
     for name in ("share", "warmup"):
         if not 0 < getattr(args, name) < 1:
             raise UsageError(f"--{name}={getattr(args, name)}: accepted are numbers between 0 and 1")  # fmt: skip
-    if not args.factors or not all(0 < factor < math.inf for factor in args.factors):
-        raise UsageError(f"--factors={args.factors}: accepted are positive numbers, at least one")
+    least, most = evidence.LEAST_FACTOR, evidence.MOST_FACTOR
+    # Rows and printed commands have rates of three digits.
+    different = len({f"{factor:.3g}" for factor in args.factors}) == len(args.factors) > 0
+    if not different or not all(least <= factor <= most for factor in args.factors):
+        raise UsageError(
+            f"--factors={','.join(f'{factor:g}' for factor in args.factors)}: accepted are numbers from {least:g} to {most:g} that "
+            "differ in their first three digits, at least one"
+        )
     names = ("corpus", "runs", "tokens", "length", "batch_size", "share", "warmup", "long_length", "harness", "limit", "remat")  # fmt: skip
     if args.ahead < 0:
         raise UsageError(f"--ahead={args.ahead}: it must be at least 0")
@@ -193,7 +204,10 @@ def setting_of(args: argparse.Namespace) -> evidence.Setting:
         return setting
     needed = [*models_of(args), *([args.time_of] if args.time_of else ())]
     rows = _rows_of("rates", args.rates)
-    return dataclasses.replace(setting, rates=evidence.chosen_rates(rows, needed, setting))
+    try:
+        return dataclasses.replace(setting, rates=evidence.chosen_rates(rows, needed, setting))
+    except UsageError as error:
+        raise UsageError(f"--rates={args.rates}: {error}") from error
 
 
 def models_of(args: argparse.Namespace) -> list[str]:
@@ -221,13 +235,19 @@ def _identity(row: dict[str, Any]) -> tuple:
 
 
 def _rows_of(option: str, path: Path | None) -> list[dict[str, Any]]:
-    """Return the rows of the file that an option names, none without one; raises UsageError if it cannot be read."""
+    """Return the rows of the file that an option names, none without one; raises UsageError if it cannot be read,
+    or a row is none of this benchmark."""
     if path is not None and not path.exists():
         raise UsageError(f"--{option}={path}: it does not exist")
     try:
-        return read_rows(path)
+        rows = read_rows(path)
     except UsageError as error:
         raise UsageError(f"--{option}={error}") from error
+    for row in rows:
+        for name in (*BENCHMARK.key, *BENCHMARK.optional_key):
+            if isinstance(row.get(name), list | dict):
+                raise UsageError(f"--{option}={path}: a row has {name}={row[name]!r:.40}; accepted are texts and numbers")  # fmt: skip
+    return rows
 
 
 def _every_case(
