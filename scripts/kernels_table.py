@@ -187,6 +187,8 @@ def page() -> str:
             kind = "automatic" if backend.automatic else "by name only"
             if not isinstance(backend.automatic, bool):
                 kind = f"automatic on {', '.join(backend.automatic)}"
+            if backend.automatic and backend.declined is not Backend.declined:
+                kind += " but for calls that another backend computes faster, of which `ops.choices()` says why"
             label = f" ({CALLS[backend.label]})" if backend.label else ""
             parts.append(f"**`{backend.name}`**{label}, on {where}, {kind}. Requires:\n")
             parts.append("\n".join(requirements(op, backend)) + "\n")
