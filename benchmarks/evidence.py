@@ -264,7 +264,7 @@ def measure_rates(
 
 LEAST_FACTOR, MOST_FACTOR = 1e-4, 1e4  # of the published learning rate
 _NUMBER = "a number from {:g} to {:g}"
-_OF_RATES: dict[str, tuple[type | tuple[type, ...], tuple[float, float] | None, str]] = {
+_FIELDS_OF_RATES: dict[str, tuple[type | tuple[type, ...], tuple[float, float] | None, str]] = {
     "factor": ((int, float), (LEAST_FACTOR, MOST_FACTOR), _NUMBER),
     "rates": (dict, None, "an object of losses by rate"),
     "short_tokens": (int, (1, 1e15), _NUMBER),
@@ -272,7 +272,8 @@ _OF_RATES: dict[str, tuple[type | tuple[type, ...], tuple[float, float] | None, 
     "rates_seconds": ((int, float), (0, 1e9), _NUMBER),
     "tokens_per_second": ((int, float), (1, 1e12), _NUMBER),
 }
-"""What `chosen_rates` reads of a row: the type, the least and the largest number, and what is accepted in words."""
+"""The fields that `chosen_rates` reads of a row of learning rates: for each its type, the smallest and the largest accepted number (None of what
+is no number), and the words of the error for another value."""
 
 
 def chosen_rates(rows: list[dict[str, Any]], models: Iterable[str], setting: Setting) -> dict[str, dict[str, Any]]:  # fmt: skip
@@ -294,9 +295,9 @@ def chosen_rates(rows: list[dict[str, Any]], models: Iterable[str], setting: Set
                 f"--only_rates --models {model}; there are {', '.join(map(str, found)) or 'none'}"
             )
         row = found[model]
-        if missing := [name for name in _OF_RATES if name not in row]:
+        if missing := [name for name in _FIELDS_OF_RATES if name not in row]:
             raise UsageError(f"the row of {model} lacks {', '.join(missing)}; accepted are rows of --only_rates")  # fmt: skip
-        for name, (kind, bounds, accepted) in _OF_RATES.items():
+        for name, (kind, bounds, accepted) in _FIELDS_OF_RATES.items():
             value = row[name]
             right = isinstance(value, kind) and not isinstance(value, bool)
             if not right or (bounds and not bounds[0] <= value <= bounds[1]):

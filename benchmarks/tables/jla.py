@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.tables.table import Column, Row, Table
+from benchmarks.tables.training_steps import with_mixer
 
 
 def _speed(row: Row) -> str:
@@ -17,7 +18,7 @@ TABLES = [
         "model_step_jla_policies",
         ("model_step.jsonl",),
         (
-            Column("model", lambda row: f"`{row['variant']} {row.get('mixer', '')}`".replace(" `", "`")),
+            Column("model", lambda row: f"`{with_mixer(row)}`"),
             Column("products", lambda row: row.get("matmul", "bfloat16")),
             Column("policy", lambda row: f"`{row['peer_remat']}`"),
             Column("10³ tokens/s", _speed),

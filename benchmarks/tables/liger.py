@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
-from benchmarks.tables.table import Column, Row, Table, column, group, newest
+from benchmarks.tables.table import Column, Row, Section, Table, column, group, newest
 
 WINDOW = "method=window,lr=3e-3"
 WEIGHTED = "gate=gla,lr=3e-3,memory_weight=0.03,window_weight=1"
 
 
+def _options(row: Row) -> dict[str, str]:
+    """Return the options of a Liger row by name."""
+    return dict(part.split("=") for part in row["options"].split(","))
+
+
+def _rate(row: Row) -> float:
+    """Return the learning rate of a Liger row."""
+    return float(_options(row).get("lr", "1e-3"))
+
+
 def _liger_order(row: Row) -> tuple:
     """Return the sort key of a Liger row: untuned first, then by rate, kind of model, name, seed and tokens."""
-    options = dict(part.split("=") for part in row["options"].split(","))
-    kind = {"softmax": 0, "window": 1, "lolcats": 2}.get(options.get("method", ""), 3)
-    rate = float(options.get("lr", "1e-3"))
-    return row["tokens"] > 0, rate, kind, row["name"], row["seed"], row["tokens"]
+    kind = {"softmax": 0, "window": 1, "lolcats": 2}.get(_options(row).get("method", ""), 3)
+    return row["tokens"] > 0, _rate(row), kind, row["name"], row["seed"], row["tokens"]
 
 
 def _liger_columns(bins: bool) -> tuple[Column, ...]:
@@ -64,40 +69,21 @@ def _liger_decoding(rows: list[Row]) -> list[tuple[int, Row, Row]]:
     ]
 
 
-def _rate(row: Row) -> str:
-    """Return the learning rate of a row, as its options name it."""
-    return dict(part.split("=") for part in row["options"].split(",")).get("lr", "1e-3")
-
-
 def _with_margins(rows: list[Row]) -> list[Row]:
     """Return the rows in the order of `_liger_order`, each with `margin`: the loss beyond 256 of the window with equal rate, seed and
     tokens, minus that of the row, where there is such a window and the row is another model."""
     windows = {
         (_rate(row), row["millions"], row["seed"]): row["beyond_256"]
         for row in rows
-        if row["tokens"] and "method=window" in row["options"].split(",")
+        if row["tokens"] and _options(row).get("method") == "window"
     }
 
     def margin(row: Row) -> dict[str, float]:
         window = windows.get((_rate(row), row["millions"], row["seed"]))
-        alone = not row["tokens"] or "method=window" in row["options"].split(",")
+        alone = not row["tokens"] or _options(row).get("method") == "window"
         return {} if window is None or alone else dict(margin=window - row["beyond_256"])
 
     return [row | margin(row) for row in sorted(rows, key=_liger_order)]
-
-
-@dataclass(frozen=True)
-class Section(Table):
-    """A table below a heading and a text, all of which a page has only if there is a row."""
-
-    heading: str = ""
-    text: str = ""
-
-    def markdown(self, docs: Path, page: Path) -> str:
-        """Return heading, text and table; "" without a row."""
-        if not self.rows(docs):
-            return ""
-        return "\n\n".join((self.heading, self.text, super().markdown(docs, page)))
 
 
 TABLES = [
@@ -105,12 +91,7 @@ TABLES = [
         "liger_corpus",
         ("liger.jsonl",),
         (
-            column("model", "name"),
-            column("options", "options", "`{}`"),
-            column("tokens, M", "tokens", "{:.1f}", 1e6),
-            column("seed", "seed"),
-            column("all positions", "nats", "{:.3f}"),
-            column("beyond 256", "beyond_256", "{:.3f}"),
+            *_liger_columns(bins=False),
             column("margin over the window", "margin", "{:+.3f}"),
             column("card seconds of training", "train_seconds", "{:.0f}"),
         ),

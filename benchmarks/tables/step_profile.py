@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.tables.table import Column, Row, Table, group
 
+RELEASE = "release 0.1"  # in place of a commit, in the rows of docs/results/step_profile.jsonl
 CATEGORIES = {
     "matrix products": "matrix products",
     "fused kernels": "fused kernels",
@@ -22,8 +23,8 @@ def lines(rows: list[Row]) -> list[Pair]:
     """Return, for each model, the row of release 0.1, if there is one, and the newest one, in the order of the latter."""
     newest_of: list[Pair] = []
     for of in group(rows, lambda row: (row["variant"], row["rows"], row["length"])).values():
-        before = [row for row in of if row["commit"] == "release 0.1"]
-        after = [row for row in of if row["commit"] != "release 0.1"]
+        before = [row for row in of if row["commit"] == RELEASE]
+        after = [row for row in of if row["commit"] != RELEASE]
         if after:
             newest_of.append((before[-1] if before else None, after[-1]))
     return newest_of
@@ -61,7 +62,7 @@ TABLES = [
             row["variant"],
             row["rows"],
             row["length"],
-            row["commit"] == "release 0.1",
+            row["commit"] == RELEASE,
         ),
         lines=lines,
         command="python -m benchmarks model_step --variants gla-340m,softmax-340m --lengths 2048 "

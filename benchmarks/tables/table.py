@@ -86,6 +86,20 @@ class Table:
         )
 
 
+@dataclass(frozen=True)
+class Section(Table):
+    """A table below a heading and a text, all of which a page has only if there is a row."""
+
+    heading: str = ""
+    text: str = ""
+
+    def markdown(self, docs: Path, page: Path) -> str:
+        """Return heading, text and table; "" without a row."""
+        if not self.rows(docs):
+            return ""
+        return "\n\n".join((self.heading, self.text, super().markdown(docs, page)))
+
+
 def read_rows(docs: Path, name: str) -> list[Row]:
     """Return the stored rows of the file of JSON lines `name` in the folder `docs`, in the file's order."""
     lines = (docs / name).read_text().splitlines()

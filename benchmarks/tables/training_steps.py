@@ -168,7 +168,7 @@ def _gate(row: Row) -> str:
     return f"bounded, `{mixer}`" if mixer else "of any size, the default"
 
 
-def _with_mixer(row: Row) -> str:
+def with_mixer(row: Row) -> str:
     """Return the variant of a row, and the fields of its mixers that differ from the variant's: the key of `jla_trainer.PRESETS`."""
     return f"{row['variant']} {row.get('mixer', '')}".strip()
 
@@ -182,7 +182,7 @@ def flops(row: Row) -> float:
     if "flops_per_token" in row:
         return row["flops_per_token"]
     if row.get("peer") == "jla":
-        return JLA_FLOPS[_with_mixer(row), row["length"]]
+        return JLA_FLOPS[with_mixer(row), row["length"]]
     if row["variant"] in FLOPS_OF_LENGTH:
         return FLOPS_OF_LENGTH[row["variant"]][row["length"]]
     return FLOPS[row["variant"]]
@@ -258,7 +258,7 @@ def _jla_columns() -> tuple[Column, ...]:
         return f"{flops(row) / 1e9:.2f}"
 
     return (
-        Column("model", lambda pair: f"`{_with_mixer(pair[0])}`"),
+        Column("model", lambda pair: f"`{with_mixer(pair[0])}`"),
         Column("products", lambda pair: pair[0].get("matmul", "bfloat16")),
         Column("10³ tokens/s", both(lambda row: f"{row['tokens_per_second'] / 1e3:.1f}")),
         Column("ratio", lambda pair: f"{pair[0]['tokens_per_second'] / pair[1]['tokens_per_second']:.2f}"),
